@@ -1,0 +1,3 @@
+"""kvferry: serve language models with prefill and decode on separate instances."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,157 @@
+"""The border between an engine and the connector, as protocols that either side can fake.
+
+``BlockPort`` is what the connector needs of an engine's block pool; ``ConnectorPort`` is what an
+engine calls. Every method of both returns at once: none waits for a peer, a step or a transfer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.params import PeerAddress
+
+
+class BlockPort(Protocol):
+    """Reference counts of an engine's pool. Thread-safe."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a reference, cached ones included."""
+        ...
+
+    def hold(self, blocks: Sequence[BlockNumber]) -> None:
+        """Add one reference to each block, which must have at least one already."""
+        ...
+
+    def drop(self, blocks: Sequence[BlockNumber]) -> None:
+        """Take one reference from each block; at none a block may be reused."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """What both sides of a handoff must agree on: the whole prompt, salt and adapter included."""
+
+    num_tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOffer:
+    """What prefill's answer says of the blocks it holds."""
+
+    peer: PeerAddress
+    """The holder: this instance."""
+    lease_s: float
+    """How long they are held from now, unless renewed."""
+
+
+class ReceiveOutcome(enum.StrEnum):
+    """How a receive ended; the names are metric labels."""
+
+    RECEIVED = "received"
+    GONE = "gone"
+    EXPIRED = "expired"
+    DECLINED = "declined"
+    MISMATCH = "mismatch"
+    INCOMPATIBLE = "incompatible"
+    UNREACHABLE = "unreachable"
+    SLOW = "slow"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+    """Block digests differed (only with verification on)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """End of one receive. Unless RECEIVED, the blocks hold nothing usable: compute on others.
+
+    The connector keeps its own reference on blocks that a transfer may still touch, so the engine
+    drops its own reference as usual.
+    """
+
+    transfer_id: TransferId
+    outcome: ReceiveOutcome
+    detail: str = ""
+    num_bytes: int = 0
+    transport: str = ""
+    started_s: float = 0.0
+    """Monotonic seconds when the receive was asked for."""
+    finished_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSnapshot:
+    """What the connector has in hand; all zero when idle."""
+
+    num_handoffs_held: int = 0
+    num_blocks_leased: int = 0
+    num_receives: int = 0
+    num_blocks_quarantined: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class ConnectorPort(Protocol):
+    """What an engine calls. Thread-safe."""
+
+    # -- receiver (decode) --------------------------------------------------------------------
+    def begin_receive(
+        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+    ) -> None:
+        """The request has arrived: shake hands early and keep the peer's blocks held.
+
+        Raises ``RequestError`` if ``transfer_id`` is already in use here.
+        """
+        ...
+
+    def receive(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
+    ) -> None:
+        """Fill ``blocks`` with the peer's blocks at positions ``first_block`` and on.
+
+        The connector takes its own reference on ``blocks`` until no transfer can touch them. The
+        end comes as a ``ReceiveResult``, within the configured time.
+        """
+        ...
+
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        """The request does not want (``needed=False``: has all it needs) or can no longer use the
+        peer's blocks; the peer is told. Safe to repeat, and after a result. No result follows."""
+        ...
+
+    def take_results(self) -> list[ReceiveResult]:
+        """Return results since the last call. The engine is woken when there are new ones."""
+        ...
+
+    # -- sender (prefill) ---------------------------------------------------------------------
+    def offer(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
+    ) -> HandoffOffer:
+        """Prefill is complete: hold ``blocks`` (all positions of the prompt, partial tail too).
+
+        The connector takes its own reference; the engine drops its own as usual. Called after the
+        step that filled the last block has completed. Raises ``RequestError`` for an id in use.
+        """
+        ...
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """Give up an offer (request aborted, client gone). Safe to repeat and for unknown ids."""
+        ...
+
+    def give_up_oldest(self, num_blocks: int) -> int:
+        """Give up oldest offers that nobody reads until ``num_blocks`` are freed; returns how many
+        blocks were. The peer's acquire is declined with reason ``pressure``."""
+        ...
+
+    def snapshot(self) -> ConnectorSnapshot:
+        """Return counts for metrics and tests."""
+        ...

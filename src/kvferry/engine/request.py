@@ -1,0 +1,99 @@
+"""What goes into an engine and what comes out: requests, sampling parameters, outputs.
+
+Token ids only: text, chat templates and stop strings are the server's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.protocol.ids import RequestId
+from kvferry.protocol.params import KvTransferParams, TokenLogprob
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the first two are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen; names and defaults are vLLM's."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """None: the engine draws one."""
+    max_tokens: int | None = None
+    """None: as many as the context allows."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """Number of alternatives to report; 0 reports the sampled token's alone; None reports none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to continue."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    transfer: KvTransferParams | None = None
+    """Role prefill: end after one token and offer the blocks. Role decode: receive them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReport:
+    """Where a request's time and bytes went. Times are monotonic seconds of this host."""
+
+    arrived_s: float
+    prefill_end_s: float | None = None
+    """End of the last forward of prefill, on whichever instance computed it."""
+    first_token_s: float | None = None
+    kv_ready_s: float | None = None
+    """When a receive ended and its blocks were usable."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in this instance's own prefix cache."""
+    num_received_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_received_bytes: int = 0
+    transport: str = ""
+    receive_outcome: str = ""
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One step of one request. The last one has a ``finish_reason`` and a ``report``."""
+
+    request_id: RequestId
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the request, where one did."""
+    error: str | None = None
+    """With ``FinishReason.ERROR``: what went wrong and what to do."""
+    handoff: KvTransferParams | None = None
+    """Role prefill, last output: what the decode leg needs."""
+    report: RequestReport | None = None
+
+
+OutputCallback = Callable[[TokenOutput], None]
+"""Called on the engine's thread (or, for a handed-over first token, on the caller's)."""

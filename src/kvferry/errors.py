@@ -1,0 +1,99 @@
+"""Every exception that kvferry raises.
+
+FerryError
+├── ConfigError                  an option, file or environment value is wrong
+├── RequestError                 a client's request is wrong (becomes an HTTP 4xx)
+├── ProtocolError
+│   ├── LocalProtocolError       we broke the rules: a bug in kvferry
+│   ├── RemoteProtocolError      the peer broke them: malformed, oversized, out of order
+│   └── IncompatiblePeerError    the peer is another model, layout or protocol version
+├── TransferError
+│   ├── PeerUnreachableError     no connection, or it broke
+│   └── TransferFailedError      a posted transfer ended in an error
+├── CapacityError                not enough blocks, or a cap was reached
+└── EngineError                  the engine failed
+
+The blame is in the type: *local* is ours, *remote* is the peer's. ``can_recompute`` says whether
+the request that met the error can still be answered by computing its prompt locally.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FerryError(Exception):
+    """Base of all errors that kvferry raises."""
+
+    can_recompute: ClassVar[bool] = False
+
+
+class ConfigError(FerryError):
+    """An option, a file or an environment value is wrong; the message names it and the remedy."""
+
+
+class RequestError(FerryError):
+    """A client's request cannot be served as it is.
+
+    ``param`` names the offending field, ``code`` is OpenAI's error code, ``status`` the
+    HTTP status.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ProtocolError(FerryError):
+    """The exchange between two instances went wrong."""
+
+    can_recompute: ClassVar[bool] = True
+
+
+class LocalProtocolError(ProtocolError):
+    """This process broke the protocol: a bug in kvferry."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol: malformed, oversized or out of order."""
+
+
+class IncompatiblePeerError(ProtocolError):
+    """The peer serves another model, layout or protocol version.
+
+    ``field`` names the first differing field, ``ours`` and ``theirs`` its two values.
+    """
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"{field} differs: ours is {ours!r}, the peer's is {theirs!r}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class TransferError(FerryError):
+    """KV could not be moved."""
+
+    can_recompute: ClassVar[bool] = True
+
+
+class PeerUnreachableError(TransferError):
+    """There is no connection to the peer, or it broke."""
+
+
+class TransferFailedError(TransferError):
+    """A posted transfer ended in an error."""
+
+
+class CapacityError(FerryError):
+    """There are not enough blocks, or a cap was reached."""
+
+    can_recompute: ClassVar[bool] = True
+
+
+class EngineError(FerryError):
+    """The engine itself failed."""

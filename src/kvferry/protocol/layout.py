@@ -1,0 +1,62 @@
+"""The geometry of one instance's KV memory, and the fingerprint that peers compare first.
+
+Two instances may move blocks between each other only if every field here is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import IncompatiblePeerError
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a block is made of. All sizes are of one block over all layers unless said otherwise."""
+
+    model_name: str
+    """For messages only; not compared."""
+    weights_digest: str
+    """Digest of the weights or, where that is too slow, of their names, sizes and sample bytes."""
+    config_digest: str
+    """Digest of the effective config: rope overrides, quantisation, everything that changes KV."""
+    kv_dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size_tokens: int
+    block_bytes: int
+    attention_backend: str
+    """Backend and, where it shapes memory, its instruction set."""
+    region_strides: tuple[int, ...]
+    """Byte strides of the real tensors, from the outermost dimension in, per distinct region."""
+    num_regions: int = 1
+    """Contiguous regions that make up one block: 1 when blocks are laid out block-first."""
+    kv_scales_digest: str = ""
+    tensor_parallel_size: int = 1
+
+    def compared_fields(self) -> dict[str, Any]:
+        """Return the fields that a peer must share, by name."""
+        return {
+            name: getattr(self, name) for name in self.__struct_fields__ if name != "model_name"
+        }
+
+    def fingerprint(self) -> bytes:
+        """Return 32 bytes: BLAKE2b-256 over the compared fields, as sorted msgpack pairs."""
+        pairs = sorted(self.compared_fields().items())
+        encoded = msgspec.msgpack.encode(pairs)
+        return hashlib.blake2b(encoded, digest_size=32, person=b"kvferry-layout").digest()
+
+    def require_equal(self, theirs: KVLayout) -> None:
+        """Raise ``IncompatiblePeerError`` naming the first field in which ``theirs`` differs."""
+        their_fields = theirs.compared_fields()
+        for name, ours in self.compared_fields().items():
+            if ours != their_fields[name]:
+                shown = (self.model_name, theirs.model_name)
+                if name in ("weights_digest", "config_digest") and shown[0] != shown[1]:
+                    raise IncompatiblePeerError(
+                        name, f"{ours} ({shown[0]})", f"{their_fields[name]} ({shown[1]})"
+                    )
+                raise IncompatiblePeerError(name, ours, their_fields[name])

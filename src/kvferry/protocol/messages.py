@@ -1,0 +1,172 @@
+"""Control messages between two instances: tagged, versioned, bounded.
+
+Requests go from a client socket to a peer's control socket and get exactly one reply with the same
+``sequence``. Durations cross the wire, never absolute times.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.ids import (
+    MAX_TRANSFER_ID_CHARS,
+    BlockNumber,
+    Epoch,
+    InstanceId,
+    LeaseId,
+    TransferId,
+)
+from kvferry.protocol.layout import KVLayout
+
+MAX_BLOCKS_PER_MESSAGE = 65_536
+MAX_METADATA_BYTES = 262_144
+
+_TransferId = Annotated[TransferId, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
+_Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
+_Duration = Annotated[float, Meta(ge=0, le=86_400)]
+_Count = Annotated[int, Meta(ge=0, le=2**40)]
+
+
+class DeclineReason(enum.StrEnum):
+    """Why a holder does not grant what was asked."""
+
+    GONE = "gone"
+    """The blocks, the transfer id or the epoch do not exist (any more)."""
+    EXPIRED = "expired"
+    MISMATCH = "mismatch"
+    """The prompt's token count or digest differs."""
+    PRESSURE = "pressure"
+    """Given up because the holder's pool or a cap needed the room."""
+    INCOMPATIBLE = "incompatible"
+    UNKNOWN_PEER = "unknown_peer"
+    """No handshake with this sender yet in this epoch."""
+    MALFORMED = "malformed"
+
+
+class ReleaseOutcome(enum.StrEnum):
+    """How the receiver's side of a handoff ended."""
+
+    READ = "read"
+    NOT_NEEDED = "not_needed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=False):
+    """Unknown fields are allowed, so that version N+1 may add one."""
+
+
+class Hello(_Message, tag="hello"):
+    """Handshake. The layout is compared before ``transport_metadata`` is decoded."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    layout: KVLayout
+    transport: str
+    transport_metadata: _Metadata
+
+
+class HelloReply(_Message, tag="hello_reply"):
+    """The holder's half of the handshake."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    layout: KVLayout
+    transport: str
+    transport_metadata: _Metadata
+
+
+class Acquire(_Message, tag="acquire"):
+    """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    holder_epoch: Epoch
+    transfer_id: _TransferId
+    num_tokens: _Count
+    digest: _Digest
+    duration_s: _Duration
+    first_block: _Count = 0
+    """Position of the first block wanted; earlier ones are in the reader's own cache."""
+    want_block_digests: bool = False
+
+
+class Granted(_Message, tag="granted"):
+    """A lease: ``blocks`` will not be reused for ``duration_s`` from when this was sent."""
+
+    lease_id: LeaseId
+    duration_s: _Duration
+    blocks: Annotated[tuple[BlockNumber, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+    """Holder's block numbers for positions ``first_block`` and on."""
+    block_digests: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)] = ()
+
+
+class Renew(_Message, tag="renew"):
+    """Heartbeat: keep holding a handoff that is not acquired yet, or a lease that is."""
+
+    transfer_id: _TransferId
+    holder_epoch: Epoch
+    duration_s: _Duration
+
+
+class Renewed(_Message, tag="renewed"):
+    """The hold now lasts at least ``duration_s`` from when this was sent."""
+
+    duration_s: _Duration
+
+
+class Release(_Message, tag="release"):
+    """The receiver is done with the handoff; nothing of it will be read any more."""
+
+    transfer_id: _TransferId
+    holder_epoch: Epoch
+    outcome: ReleaseOutcome
+
+
+class Released(_Message, tag="released"):
+    """Acknowledges a release; sent also when there was nothing to release."""
+
+
+class Declined(_Message, tag="declined"):
+    """A request is refused; ``detail`` is for people."""
+
+    reason: DeclineReason
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+    field: Annotated[str, Meta(max_length=128)] = ""
+    """For ``incompatible``: the differing layout field."""
+
+
+class InstanceQuery(_Message, tag="instance"):
+    """Ask who is there; needs no handshake."""
+
+
+class InstanceInfo(_Message, tag="instance_info"):
+    """Who is there. The same is shown by ``GET /kvferry/instance``."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    control_address: str
+    fingerprint: bytes
+    layout: KVLayout
+    transport: str
+    capabilities: tuple[str, ...]
+    num_blocks: _Count
+    num_free_blocks: _Count
+
+
+Request = Hello | Acquire | Renew | Release | InstanceQuery
+Reply = HelloReply | Granted | Renewed | Released | Declined | InstanceInfo
+Message = Request | Reply
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What is on the wire: version and sequence, then one message."""
+
+    version: int
+    sequence: Annotated[int, Meta(ge=0, le=2**62)]
+    message: Message

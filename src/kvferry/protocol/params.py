@@ -1,0 +1,105 @@
+"""``kv_transfer_params``: what travels in HTTP bodies between the router and engines.
+
+At the edge it is a JSON object, as in vLLM; inside it is typed. Unknown keys are refused from the
+outside (a misspelt key that is silently ignored switches reuse off), but relayed by the router.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import RequestError
+from kvferry.protocol.ids import MAX_TRANSFER_ID_CHARS, Epoch, InstanceId, TransferId
+
+
+class Role(enum.StrEnum):
+    """The part that an instance takes in one request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Mode(enum.StrEnum):
+    """How the KV of a handoff moves."""
+
+    PULL = "pull"
+
+
+class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the other side of a handoff is, and which start of it."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    control_address: str
+    """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A sampled token's log probability and its best alternatives, as (token id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The token that prefill sampled; decode answers it without a forward pass."""
+
+    token_id: int
+    seed: int
+    """Seed of the request's sampling, drawn by prefill where the client gave none."""
+    logprob: TokenLogprob | None = None
+
+
+class KvTransferParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """One leg's parameters. ``peer`` and ``first_token`` are set on the decode leg.
+
+    ``lease_s`` is a duration: how long prefill holds the blocks from when it answered.
+    ``prefill_end_s`` is the host's monotonic clock at the end of prefill's last forward, for
+    measurements on one host; nothing is decided by it.
+    """
+
+    transfer_id: TransferId
+    role: Role
+    mode: Mode = Mode.PULL
+    peer: PeerAddress | None = None
+    first_token: FirstToken | None = None
+    num_prompt_tokens: int | None = None
+    lease_s: float | None = None
+    prefill_end_s: float | None = None
+
+
+def parse_params(value: object) -> KvTransferParams:
+    """Check and convert the JSON object ``value``.
+
+    Raises ``RequestError`` naming what is wrong.
+    """
+    try:
+        params = msgspec.convert(value, KvTransferParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"kv_transfer_params: {error}", param="kv_transfer_params", code="invalid_value"
+        ) from error
+    if not 0 < len(params.transfer_id) <= MAX_TRANSFER_ID_CHARS:
+        raise RequestError(
+            f"kv_transfer_params.transfer_id must have 1 to {MAX_TRANSFER_ID_CHARS} characters",
+            param="kv_transfer_params.transfer_id",
+            code="invalid_value",
+        )
+    if params.role is Role.DECODE and params.peer is None:
+        raise RequestError(
+            "kv_transfer_params.peer is required when role is 'decode'",
+            param="kv_transfer_params.peer",
+            code="missing_required_parameter",
+        )
+    return params
+
+
+def emit_params(params: KvTransferParams) -> dict[str, Any]:
+    """Return the JSON object for ``params``."""
+    result: dict[str, Any] = msgspec.to_builtins(params)
+    return result

@@ -1,0 +1,18 @@
+"""The control protocol's version number and its history.
+
+A process speaks its own version and the one before it; anything else is refused in the handshake.
+
+| version | what changed |
+|---|---|
+| 1 | first version: hello, acquire, renew, release, cancel, instance |
+"""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+OLDEST_SUPPORTED_VERSION = 1
+
+
+def is_supported(peer_version: int) -> bool:
+    """Whether a peer that speaks ``peer_version`` can be talked to (N and N-1 interoperate)."""
+    return OLDEST_SUPPORTED_VERSION <= peer_version <= PROTOCOL_VERSION + 1
