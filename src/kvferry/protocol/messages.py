@@ -61,7 +61,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
     """Unknown fields are allowed, so that version N+1 may add one."""
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     """Handshake. The layout is compared before ``transport_metadata`` is decoded."""
 
     instance_id: InstanceId
@@ -71,7 +71,7 @@ class Hello(_Message, tag="hello"):
     transport_metadata: _Metadata
 
 
-class HelloReply(_Message, tag="hello_reply"):
+class HelloReply(_Message, frozen=True, tag="hello_reply"):
     """The holder's half of the handshake."""
 
     instance_id: InstanceId
@@ -81,7 +81,7 @@ class HelloReply(_Message, tag="hello_reply"):
     transport_metadata: _Metadata
 
 
-class Acquire(_Message, tag="acquire"):
+class Acquire(_Message, frozen=True, tag="acquire"):
     """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
 
     instance_id: InstanceId
@@ -96,7 +96,7 @@ class Acquire(_Message, tag="acquire"):
     want_block_digests: bool = False
 
 
-class Granted(_Message, tag="granted"):
+class Granted(_Message, frozen=True, tag="granted"):
     """A lease: ``blocks`` will not be reused for ``duration_s`` from when this was sent."""
 
     lease_id: LeaseId
@@ -106,7 +106,7 @@ class Granted(_Message, tag="granted"):
     block_digests: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)] = ()
 
 
-class Renew(_Message, tag="renew"):
+class Renew(_Message, frozen=True, tag="renew"):
     """Heartbeat: keep holding a handoff that is not acquired yet, or a lease that is."""
 
     transfer_id: _TransferId
@@ -114,13 +114,13 @@ class Renew(_Message, tag="renew"):
     duration_s: _Duration
 
 
-class Renewed(_Message, tag="renewed"):
+class Renewed(_Message, frozen=True, tag="renewed"):
     """The hold now lasts at least ``duration_s`` from when this was sent."""
 
     duration_s: _Duration
 
 
-class Release(_Message, tag="release"):
+class Release(_Message, frozen=True, tag="release"):
     """The receiver is done with the handoff; nothing of it will be read any more."""
 
     transfer_id: _TransferId
@@ -128,11 +128,11 @@ class Release(_Message, tag="release"):
     outcome: ReleaseOutcome
 
 
-class Released(_Message, tag="released"):
+class Released(_Message, frozen=True, tag="released"):
     """Acknowledges a release; sent also when there was nothing to release."""
 
 
-class Declined(_Message, tag="declined"):
+class Declined(_Message, frozen=True, tag="declined"):
     """A request is refused; ``detail`` is for people."""
 
     reason: DeclineReason
@@ -141,11 +141,11 @@ class Declined(_Message, tag="declined"):
     """For ``incompatible``: the differing layout field."""
 
 
-class InstanceQuery(_Message, tag="instance"):
+class InstanceQuery(_Message, frozen=True, tag="instance"):
     """Ask who is there; needs no handshake."""
 
 
-class InstanceInfo(_Message, tag="instance_info"):
+class InstanceInfo(_Message, frozen=True, tag="instance_info"):
     """Who is there. The same is shown by ``GET /kvferry/instance``."""
 
     instance_id: InstanceId
