@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""Who owns which block of an instance's pool: references, leases, quarantine, integrity."""
