@@ -6,7 +6,8 @@ FerryError
 ├── ProtocolError
 │   ├── LocalProtocolError       we broke the rules: a bug in kvferry
 │   ├── RemoteProtocolError      the peer broke them: malformed, oversized, out of order
-│   └── IncompatiblePeerError    the peer is another model, layout or protocol version
+│   ├── IncompatiblePeerError    the peer is another model, layout or protocol version
+│   └── LeaseNotFoundError       the lease is unknown, released or past its time
 ├── TransferError
 │   ├── PeerUnreachableError     no connection, or it broke
 │   └── TransferFailedError      a posted transfer ended in an error
@@ -73,6 +74,10 @@ class IncompatiblePeerError(ProtocolError):
         self.field = field
         self.ours = ours
         self.theirs = theirs
+
+
+class LeaseNotFoundError(ProtocolError):
+    """A lease is unknown, was released or is past its time; its blocks may hold anything."""
 
 
 class TransferError(FerryError):
