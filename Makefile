@@ -1,0 +1,55 @@
+# Every target does its own set-up in .venv; it needs Python >= 3.11, pip and make.
+# Options: PYTHON=python3.12 (for .venv), PYTEST="-k name -x" (for test), SOAK_S, SOAK_SEED (for soak).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test check soak fix clean
+
+PYTHON ?= python3
+PYTEST ?=
+SOAK_S ?= 600
+SOAK_SEED ?=
+RUN := .venv/bin/python -m
+
+export PYTHON
+
+help: ## show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+.venv/.ready: pyproject.toml constraints.txt scripts/set_up.sh
+	@scripts/set_up.sh
+
+demo: .venv/.ready ## start prefill, decode and router, and chat through them
+	@.venv/bin/kvferry demo
+
+test: .venv/.ready ## every test but the long ones
+	@printf '== pytest (without soak) %s\n' '$(PYTEST)'
+	$(RUN) pytest -q -m 'not soak' $(PYTEST)
+
+check: .venv/.ready ## lint, format, types, layers, sizes, docs
+	@printf '== ruff check\n'
+	$(RUN) ruff check .
+	printf '== ruff format --check\n'
+	$(RUN) ruff format --check .
+	printf '== mypy --strict (src, tests)\n'
+	$(RUN) mypy
+	printf '== import-linter (layers)\n'
+	log=$$(mktemp)
+	trap 'rm -f "$$log"' EXIT
+	.venv/bin/lint-imports > "$$log" 2>&1 || { cat "$$log"; exit 1; }
+	grep -E '^Contracts:' "$$log"
+	printf '== pytest tests/architecture (sizes, docs)\n'
+	$(RUN) pytest -q tests/architecture
+
+soak: .venv/.ready ## the long tests; SOAK_S=seconds each, SOAK_SEED=number to repeat a run
+	@export SOAK_S='$(SOAK_S)' SOAK_SEED="$${SOAK_SEED:-$(or $(SOAK_SEED),$$RANDOM$$RANDOM)}"
+	printf '== pytest -m soak: SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
+	$(RUN) pytest -q -m soak --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
+
+fix: .venv/.ready ## let ruff repair and format what it can
+	@$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean: ## remove .venv and caches
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
