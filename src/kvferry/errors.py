@@ -12,7 +12,8 @@ FerryError
 │   ├── PeerUnreachableError     no connection, or it broke
 │   └── TransferFailedError      a posted transfer ended in an error
 ├── CapacityError                not enough blocks, or a cap was reached
-└── EngineError                  the engine failed
+├── EngineError                  the engine failed
+└── ClusterError                 a process of a deployment did not start, or died
 
 The blame is in the type: *local* is ours, *remote* is the peer's. ``can_recompute`` says whether
 the request that met the error can still be answered by computing its prompt locally.
@@ -102,3 +103,7 @@ class CapacityError(FerryError):
 
 class EngineError(FerryError):
     """The engine itself failed."""
+
+
+class ClusterError(FerryError):
+    """A process of a deployment did not start in time, or died; the message names it."""
