@@ -1,0 +1,82 @@
+"""Options of one instance's KV exchange."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+from kvferry.protocol.ids import Epoch, InstanceId
+
+MIN_CLUSTER_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeConfig:
+    """All durations in seconds, all shares as fractions of the pool."""
+
+    instance_id: InstanceId
+    epoch: Epoch
+    control_host: str = "127.0.0.1"
+    control_port: int = 0
+    """0 takes a free port."""
+    advertise_host: str | None = None
+    """What peers connect to; default ``control_host``."""
+    cluster_key: bytes | None = None
+    handoff_lease_s: float = 30.0
+    renew_interval_s: float = 5.0
+    max_renewals: int = 120
+    max_lease_s: float = 600.0
+    control_timeout_s: float = 2.0
+    """How long a peer may take to answer one control message."""
+    receive_timeout_s: float = 10.0
+    """From asking for blocks until they are there; then the request is recomputed."""
+    quarantine_grace_s: float = 5.0
+    """How long an abandoned READ may run before its link is torn down."""
+    max_held_share: float = 0.25
+    """Of the pool, for finished handoffs that wait for their reader."""
+    max_reader_share: float = 0.75
+    """Of the pool, for one reader's leases."""
+    max_quarantine_share: float = 0.25
+    max_peers: int = 64
+    verify_blocks: bool = False
+    """Compare a digest of every moved block on both sides."""
+
+    def __post_init__(self) -> None:
+        for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):
+            _require_positive(name, getattr(self, name))
+        _require_positive("receive_timeout_s", self.receive_timeout_s)
+        for name in ("max_held_share", "max_reader_share", "max_quarantine_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1")
+        if not 0 <= self.control_port <= 65_535:
+            raise ConfigError(f"control_port {self.control_port} is not between 0 and 65535")
+        if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_BYTES:
+            raise ConfigError(f"the cluster key must have at least {MIN_CLUSTER_KEY_BYTES} bytes")
+        if self.cluster_key is None and not is_loopback(self.control_host):
+            raise ConfigError(
+                f"the control address {self.control_host} is reachable from other hosts: set a "
+                "cluster key (--cluster-key-file) or use a loopback address"
+            )
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is a loopback address; names other than ``localhost`` are not trusted."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return the ZeroMQ endpoint ``tcp://host:port``, IPv6 hosts in brackets."""
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
