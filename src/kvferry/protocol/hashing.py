@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from sys import byteorder
 
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash
 
 DIGEST_BYTES = 32
@@ -31,7 +32,10 @@ def _sized(part: bytes) -> bytes:
 
 
 def _token_bytes(tokens: Sequence[int]) -> bytes:
-    values = array("I", tokens)
+    try:
+        values = array("I", tokens)
+    except OverflowError as error:
+        raise LocalProtocolError(f"a token id is not in 0 to {MAX_TOKEN_ID}: {error}") from error
     if values.itemsize != 4:  # pragma: no cover - no supported platform has another size
         values = array("L", tokens)
     if byteorder == "big":  # pragma: no cover
@@ -58,6 +62,8 @@ def next_block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
 
 def block_hashes(root: BlockHash, tokens: Sequence[int], block_size_tokens: int) -> list[BlockHash]:
     """Return the hashes of all *full* blocks of ``tokens``; a partial tail has none."""
+    if block_size_tokens < 1:
+        raise LocalProtocolError(f"a block cannot have {block_size_tokens} tokens")
     encoded = _token_bytes(tokens)
     block_bytes = 4 * block_size_tokens
     hashes: list[BlockHash] = []

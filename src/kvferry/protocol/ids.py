@@ -21,6 +21,8 @@ BlockHash = NewType("BlockHash", bytes)
 """Chained hash of a full block's tokens (see ``hashing``)."""
 
 MAX_TRANSFER_ID_CHARS = 128
+TRANSFER_ID_PATTERN = r"^[!-+\--~]+\Z"
+"""Visible ASCII without the comma, so that an id fits in a log line and in an HTTP header."""
 
 
 def new_transfer_id() -> TransferId:

@@ -13,8 +13,12 @@ import msgspec
 from kvferry.errors import IncompatiblePeerError
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a block is made of. All sizes are of one block over all layers unless said otherwise."""
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a block is made of. All sizes are of one block over all layers unless said otherwise.
+
+    A field that a later version adds needs a default that means what was true before it. A field
+    at its default is not sent and not in the fingerprint, so both versions still agree.
+    """
 
     model_name: str
     """For messages only; not compared."""
@@ -44,9 +48,18 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes: BLAKE2b-256 over the compared fields, as sorted msgpack pairs."""
-        pairs = sorted(self.compared_fields().items())
-        encoded = msgspec.msgpack.encode(pairs)
+        """Return 32 bytes: BLAKE2b-256 over the compared fields that are not at their default.
+
+        They are encoded as an array of [name, value] pairs in msgpack, sorted by name.
+        """
+        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
+        encoded = msgspec.msgpack.encode(
+            [
+                (name, value)
+                for name, value in sorted(self.compared_fields().items())
+                if value != defaults[name]
+            ]
+        )
         return hashlib.blake2b(encoded, digest_size=32, person=b"kvferry-layout").digest()
 
     def require_equal(self, theirs: KVLayout) -> None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
+    TRANSFER_ID_PATTERN,
     BlockNumber,
     Epoch,
     InstanceId,
@@ -24,11 +25,22 @@ from kvferry.protocol.layout import KVLayout
 
 MAX_BLOCKS_PER_MESSAGE = 65_536
 MAX_METADATA_BYTES = 262_144
+MAX_BLOCK_NUMBER = 2**31 - 1
+MAX_NAME_CHARS = 256
+MAX_DETAIL_CHARS = 1024
+MAX_FIELD_CHARS = 128
+MAX_DURATION_S = 86_400
 
-_TransferId = Annotated[TransferId, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
+_TransferId = Annotated[
+    TransferId,
+    Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS, pattern=TRANSFER_ID_PATTERN),
+]
+_InstanceId = Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+_Block = Annotated[BlockNumber, Meta(ge=0, le=MAX_BLOCK_NUMBER)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-_Duration = Annotated[float, Meta(ge=0, le=86_400)]
+_Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 
 
@@ -64,27 +76,27 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
 class Hello(_Message, frozen=True, tag="hello"):
     """Handshake. The layout is compared before ``transport_metadata`` is decoded."""
 
-    instance_id: InstanceId
+    instance_id: _InstanceId
     epoch: Epoch
     layout: KVLayout
-    transport: str
+    transport: _Name
     transport_metadata: _Metadata
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):
     """The holder's half of the handshake."""
 
-    instance_id: InstanceId
+    instance_id: _InstanceId
     epoch: Epoch
     layout: KVLayout
-    transport: str
+    transport: _Name
     transport_metadata: _Metadata
 
 
 class Acquire(_Message, frozen=True, tag="acquire"):
     """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
 
-    instance_id: InstanceId
+    instance_id: _InstanceId
     epoch: Epoch
     holder_epoch: Epoch
     transfer_id: _TransferId
@@ -101,7 +113,7 @@ class Granted(_Message, frozen=True, tag="granted"):
 
     lease_id: LeaseId
     duration_s: _Duration
-    blocks: Annotated[tuple[BlockNumber, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+    blocks: Annotated[tuple[_Block, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
     """Holder's block numbers for positions ``first_block`` and on."""
     block_digests: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)] = ()
 
@@ -136,8 +148,8 @@ class Declined(_Message, frozen=True, tag="declined"):
     """A request is refused; ``detail`` is for people."""
 
     reason: DeclineReason
-    detail: Annotated[str, Meta(max_length=1024)] = ""
-    field: Annotated[str, Meta(max_length=128)] = ""
+    detail: Annotated[str, Meta(max_length=MAX_DETAIL_CHARS)] = ""
+    field: Annotated[str, Meta(max_length=MAX_FIELD_CHARS)] = ""
     """For ``incompatible``: the differing layout field."""
 
 
@@ -148,15 +160,20 @@ class InstanceQuery(_Message, frozen=True, tag="instance"):
 class InstanceInfo(_Message, frozen=True, tag="instance_info"):
     """Who is there. The same is shown by ``GET /kvferry/instance``."""
 
-    instance_id: InstanceId
+    instance_id: _InstanceId
     epoch: Epoch
-    control_address: str
-    fingerprint: bytes
+    control_address: _Name
+    fingerprint: _Digest
     layout: KVLayout
-    transport: str
-    capabilities: tuple[str, ...]
+    transport: _Name
+    capabilities: Annotated[tuple[_Name, ...], Meta(max_length=64)]
     num_blocks: _Count
     num_free_blocks: _Count
+
+
+def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Declined:
+    """Return a refusal whose texts are cut to what a peer accepts."""
+    return Declined(reason, detail[:MAX_DETAIL_CHARS], field[:MAX_FIELD_CHARS])
 
 
 Request = Hello | Acquire | Renew | Release | InstanceQuery

@@ -7,12 +7,24 @@ outside (a misspelt key that is silently ignored switches reuse off), but relaye
 from __future__ import annotations
 
 import enum
-from typing import Any
+import re
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.errors import RequestError
-from kvferry.protocol.ids import MAX_TRANSFER_ID_CHARS, Epoch, InstanceId, TransferId
+from kvferry.protocol.ids import (
+    MAX_TRANSFER_ID_CHARS,
+    TRANSFER_ID_PATTERN,
+    Epoch,
+    InstanceId,
+    TransferId,
+)
+from kvferry.protocol.messages import MAX_DURATION_S, MAX_NAME_CHARS
+
+_Count = Annotated[int, Meta(ge=0, le=2**40)]
+_Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 
 
 class Role(enum.StrEnum):
@@ -31,9 +43,9 @@ class Mode(enum.StrEnum):
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the other side of a handoff is, and which start of it."""
 
-    instance_id: InstanceId
+    instance_id: Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     epoch: Epoch
-    control_address: str
+    control_address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets."""
 
 
@@ -47,8 +59,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The token that prefill sampled; decode answers it without a forward pass."""
 
-    token_id: int
-    seed: int
+    token_id: Annotated[int, Meta(ge=0, lt=2**32)]
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     """Seed of the request's sampling, drawn by prefill where the client gave none."""
     logprob: TokenLogprob | None = None
 
@@ -68,8 +80,8 @@ class KvTransferParams(
     mode: Mode = Mode.PULL
     peer: PeerAddress | None = None
     first_token: FirstToken | None = None
-    num_prompt_tokens: int | None = None
-    lease_s: float | None = None
+    num_prompt_tokens: _Count | None = None
+    lease_s: _Seconds | None = None
     prefill_end_s: float | None = None
 
 
@@ -80,13 +92,16 @@ def parse_params(value: object) -> KvTransferParams:
     """
     try:
         params = msgspec.convert(value, KvTransferParams)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
         raise RequestError(
             f"kv_transfer_params: {error}", param="kv_transfer_params", code="invalid_value"
         ) from error
-    if not 0 < len(params.transfer_id) <= MAX_TRANSFER_ID_CHARS:
+    if len(params.transfer_id) > MAX_TRANSFER_ID_CHARS or not re.match(
+        TRANSFER_ID_PATTERN, params.transfer_id
+    ):
         raise RequestError(
-            f"kv_transfer_params.transfer_id must have 1 to {MAX_TRANSFER_ID_CHARS} characters",
+            f"kv_transfer_params.transfer_id must have 1 to {MAX_TRANSFER_ID_CHARS} visible "
+            "ASCII characters other than a comma",
             param="kv_transfer_params.transfer_id",
             code="invalid_value",
         )

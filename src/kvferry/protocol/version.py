@@ -4,7 +4,7 @@ A process speaks its own version and the one before it; anything else is refused
 
 | version | what changed |
 |---|---|
-| 1 | first version: hello, acquire, renew, release, cancel, instance |
+| 1 | first version: hello, acquire, renew, release, instance |
 """
 
 from __future__ import annotations
