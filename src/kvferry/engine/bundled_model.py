@@ -100,11 +100,10 @@ def _make(source: Path, final: Path, convert: Converter) -> None:
     for leftover in final.parent.glob(f".{final.name}.partial-*"):
         shutil.rmtree(leftover)
     partial = final.parent / f".{final.name}.partial-{os.getpid()}"
-    print(
-        f"kvferry: converting the bundled model {BUNDLED_MODEL_NAME} into {final} (once, ~20 s)",
-        file=sys.stderr,
-        flush=True,
+    sys.stderr.write(
+        f"kvferry: converting the bundled model {BUNDLED_MODEL_NAME} into {final} (once, ~20 s)\n"
     )
+    sys.stderr.flush()
     partial.mkdir()
     try:
         convert(source, partial)
