@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvferry.errors import ConfigError, RequestError
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def byte_level() -> Any:
+def byte_level() -> Tokenizer:
     """One token per byte, and two special ones."""
     vocabulary = {symbol: index for index, symbol in enumerate(ALPHABET)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -23,7 +24,7 @@ def byte_level() -> Any:
     return backend
 
 
-def sentencepiece_like() -> Any:
+def sentencepiece_like() -> Tokenizer:
     """Words with leading marks, and bytes where no word fits."""
     words = ["<unk>", "▁Paris", "▁is", "▁big", "▁", "a", *(f"<0x{b:02X}>" for b in range(256))]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -41,8 +42,8 @@ def sentencepiece_like() -> Any:
     return backend
 
 
-def decode_with(backend: Any) -> Any:
-    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
+def decode_with(backend: Tokenizer) -> Callable[[Sequence[int]], str]:
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
 
 
 def run(stream: DetokenizerStream, ids: list[int]) -> list[str]:
@@ -125,7 +126,7 @@ def test_each_token_decodes_a_bounded_number_of_tokens() -> None:
     backend = byte_level()
     longest = 0
 
-    def decode(ids: list[int]) -> str:
+    def decode(ids: Sequence[int]) -> str:
         nonlocal longest
         longest = max(longest, len(ids))
         return str(backend.decode(list(ids), skip_special_tokens=False))
