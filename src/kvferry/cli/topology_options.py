@@ -1,0 +1,68 @@
+"""The options that say what to start, shared by every command that starts a deployment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from kvferry.cluster.topology import Topology, load_topology
+
+_OPTIONS = (
+    click.option(
+        "--topology",
+        "topology_path",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="TOML file that says what to start; the options below override it.",
+    ),
+    click.option("--model", help="Bundled model or model folder.  [default: smollm2-135m]"),
+    click.option("--prefill", type=click.IntRange(1, 64), help="Number of prefill instances."),
+    click.option("--decode", type=click.IntRange(1, 64), help="Number of decode instances."),
+    click.option(
+        "--transport", type=click.Choice(["nixl", "shm"]), help="How KV moves.  [default: nixl]"
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["bfloat16", "float16", "float32"]),
+        help="Type of weights and KV.",
+    ),
+    click.option("--port", type=click.IntRange(0, 65_535), help="The router's.  [default: free]"),
+    click.option("-v", "--verbose", is_flag=True, help="Show the logs of all processes."),
+)
+
+
+def topology_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which gets them as ``topology`` and ``verbose``."""
+
+    @functools.wraps(function)
+    def with_topology(
+        *,
+        topology_path: Path | None,
+        model: str | None,
+        prefill: int | None,
+        decode: int | None,
+        transport: str | None,
+        dtype: str | None,
+        port: int | None,
+        **rest: object,
+    ) -> None:
+        topology = Topology() if topology_path is None else load_topology(topology_path)
+        topology = topology.with_counts(prefill=prefill, decode=decode)
+        if port is not None:
+            topology = replace(topology, router=replace(topology.router, port=port))
+        function(
+            topology=replace(
+                topology,
+                model=model or topology.model,
+                transport=transport or topology.transport,
+                dtype=dtype or topology.dtype,
+            ),
+            **rest,
+        )
+
+    for option in reversed(_OPTIONS):
+        with_topology = option(with_topology)
+    return with_topology

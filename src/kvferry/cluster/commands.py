@@ -1,0 +1,40 @@
+"""The command lines of a deployment's processes. Pure; the flags are those of ``kvferry``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry.cluster.topology import InstanceGroup, Topology
+
+
+def engine_arguments(
+    topology: Topology, group: InstanceGroup, instance_id: str, ready_path: Path
+) -> list[str]:
+    """Return the arguments that serve one instance of ``group``."""
+    arguments = ["engine", "serve", topology.model, "--host", topology.host, "--port", "0"]
+    arguments += ["--instance-id", instance_id, "--ready-file", str(ready_path)]
+    arguments += ["--threads", str(group.cores)]
+    optional = {
+        "--transport": topology.transport,
+        "--dtype": topology.dtype,
+        "--num-blocks": group.num_blocks,
+        "--kv-cache-gib": group.kv_cache_gib,
+    }
+    for flag, value in optional.items():
+        if value is not None:
+            arguments += [flag, str(value)]
+    return [*arguments, *group.arguments]
+
+
+def router_arguments(
+    topology: Topology, *, prefill: Sequence[str], decode: Sequence[str], ready_path: Path
+) -> list[str]:
+    """Return the arguments that route over the instances at the URLs ``prefill`` and ``decode``."""
+    arguments = ["router", "--host", topology.host, "--port", str(topology.router.port)]
+    arguments += ["--ready-file", str(ready_path)]
+    for url in prefill:
+        arguments += ["--prefill", url]
+    for url in decode:
+        arguments += ["--decode", url]
+    return [*arguments, *topology.router.arguments]

@@ -1,0 +1,226 @@
+"""A deployment's life: start every process, wait until all are ready, watch them, stop them.
+
+Knows the order of things; one process is ``process.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvferry.clock import Clock, SystemClock
+from kvferry.cluster.commands import engine_arguments, router_arguments
+from kvferry.cluster.cores import assign_cores
+from kvferry.cluster.process import ManagedProcess
+from kvferry.cluster.topology import InstanceGroup, Topology
+from kvferry.protocol.params import Role
+
+Progress = Callable[[str], None]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """What is started, and bounds of the supervisor's waits."""
+
+    ready_deadline_s: float = 300.0
+    """For each process; the first start of a bundled model converts it."""
+    stop_grace_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    program: tuple[str, ...] = (sys.executable, "-m", "kvferry.cli.main")
+    """The program whose subcommands are started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningInstance:
+    """One instance that serves."""
+
+    name: str
+    role: Role
+    url: str
+    pid: int
+    control_address: str
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A deployment that serves."""
+
+    router_url: str
+    router_pid: int
+    instances: tuple[RunningInstance, ...]
+
+    def urls(self, role: Role) -> list[str]:
+        """Return the URLs of the instances of one role."""
+        return [instance.url for instance in self.instances if instance.role is role]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """One instance that is to be started."""
+
+    name: str
+    role: Role
+    group: InstanceGroup
+    cores: tuple[int, ...]
+
+
+def plan_instances(topology: Topology, available_cores: list[int]) -> list[PlannedInstance]:
+    """Return every instance with its name (``prefill-0``…), group and cores."""
+    wanted = [
+        (role, group)
+        for role, groups in topology.groups_by_role().items()
+        for group in groups
+        for _ in range(group.count)
+    ]
+    cores = assign_cores([group.cores for _, group in wanted], available_cores)
+    seen = dict.fromkeys(Role, 0)
+    planned = []
+    for (role, group), own_cores in zip(wanted, cores, strict=True):
+        planned.append(PlannedInstance(f"{role.value}-{seen[role]}", role, group, own_cores))
+        seen[role] += 1
+    return planned
+
+
+def _available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return []
+
+
+class Supervisor:
+    """Runs one deployment: ``async with Supervisor(…) as s: await s.start(); await s.watch()``."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        run_folder: Path,
+        *,
+        config: SupervisorConfig | None = None,
+        clock: Clock | None = None,
+        on_progress: Progress = lambda message: None,
+    ) -> None:
+        self._topology = topology
+        self._run_folder = run_folder
+        self._config = config or SupervisorConfig()
+        self._clock = clock or SystemClock()
+        self._on_progress = on_progress
+        self._processes: list[ManagedProcess] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def log_paths(self) -> list[Path]:
+        """Log files of the processes started so far."""
+        return [process.log_path for process in self._processes]
+
+    async def start(self) -> Deployment:
+        """Start instances, then the router, and return once all of them serve.
+
+        Raises ``ClusterError`` naming the process that died or was not ready in time.
+        """
+        planned = plan_instances(self._topology, _available_cores())
+        started = [await self._start_instance(plan) for plan in planned]
+        instances = await self._wait_all(planned, started)
+        router = self._new_process("router")
+        by_role = {
+            role: [instance.url for instance in instances if instance.role is role] for role in Role
+        }
+        arguments = router_arguments(
+            self._topology,
+            prefill=by_role[Role.PREFILL],
+            decode=by_role[Role.DECODE],
+            ready_path=router.ready_path,
+        )
+        await router.start([*self._config.program, *arguments])
+        ready = await router.wait_ready(self._config.ready_deadline_s)
+        self._on_progress(f"router ready at {ready.url}")
+        return Deployment(router_url=ready.url, router_pid=router.pid, instances=tuple(instances))
+
+    async def watch(self) -> None:
+        """Wait until a process dies and raise ``ClusterError`` saying which and how."""
+        ends = {asyncio.ensure_future(process.wait_ended()): process for process in self._processes}
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        raise ends[done.pop()].death()
+
+    async def guard(self, body: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of ``body``, or raise ``ClusterError`` if a process dies before."""
+        work = asyncio.ensure_future(body)
+        watch = asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done() and not work.done():
+                watch.result()
+            return await work
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End the router, then every instance, each within the grace time. Safe to repeat."""
+        grace_s = self._config.stop_grace_s
+        routers = [process for process in self._processes if process.name == "router"]
+        for process in routers:
+            await process.stop(grace_s)
+        await asyncio.gather(*(process.stop(grace_s) for process in self._processes))
+
+    def _new_process(self, name: str) -> ManagedProcess:
+        process = ManagedProcess(name, self._run_folder, self._clock)
+        self._processes.append(process)
+        return process
+
+    async def _start_instance(self, plan: PlannedInstance) -> ManagedProcess:
+        process = self._new_process(plan.name)
+        arguments = engine_arguments(self._topology, plan.group, plan.name, process.ready_path)
+        await process.start([*self._config.program, *arguments], plan.cores)
+        return process
+
+    async def _wait_all(
+        self, planned: list[PlannedInstance], started: list[ManagedProcess]
+    ) -> list[RunningInstance]:
+        """Wait for all at once; the first that fails ends the wait."""
+        begun_s = self._clock.monotonic_s()
+
+        async def wait_one(plan: PlannedInstance, process: ManagedProcess) -> RunningInstance:
+            ready = await process.wait_ready(self._config.ready_deadline_s)
+            taken_s = self._clock.monotonic_s() - begun_s
+            self._on_progress(f"{plan.name} ready at {ready.url} after {taken_s:.1f} s")
+            return RunningInstance(
+                name=plan.name,
+                role=plan.role,
+                url=ready.url,
+                pid=process.pid,
+                control_address=ready.control_address,
+                cores=plan.cores,
+            )
+
+        waits = [
+            asyncio.ensure_future(wait_one(plan, process))
+            for plan, process in zip(planned, started, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*waits))
+        finally:
+            for wait in waits:
+                wait.cancel()

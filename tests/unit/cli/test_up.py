@@ -1,0 +1,62 @@
+"""What ``kvferry up`` says, and how its options change the topology."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from kvferry.cli.topology_options import topology_options
+from kvferry.cli.up import describe
+from kvferry.cluster.supervisor import Deployment, RunningInstance
+from kvferry.cluster.topology import Topology
+from kvferry.protocol.params import Role
+
+
+def _topology_for(arguments: list[str]) -> Topology:
+    seen: list[Topology] = []
+
+    @click.command()
+    @topology_options
+    def command(*, topology: Topology, verbose: bool) -> None:
+        assert verbose is False
+        seen.append(topology)
+
+    command.main(args=arguments, standalone_mode=False)
+    return seen[0]
+
+
+def test_no_options_give_the_default() -> None:
+    assert _topology_for([]) == Topology()
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "shape.toml"
+    path.write_text('model = "a"\ndtype = "float32"\n[[prefill]]\ncount = 3\n[router]\nport = 5\n')
+    topology = _topology_for(["--topology", str(path), "--model", "b", "--decode", "2"])
+    assert (topology.model, topology.dtype, topology.router.port) == ("b", "float32", 5)
+    assert (topology.prefill[0].count, topology.decode[0].count) == (3, 2)
+    assert _topology_for(["--topology", str(path), "--port", "0"]).router.port == 0
+
+
+def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(click.UsageError, match="does not exist"):
+        _topology_for(["--topology", str(tmp_path / "none.toml")])
+
+
+def test_description_names_every_url_and_a_command_to_try() -> None:
+    instance = RunningInstance(
+        name="prefill-0",
+        role=Role.PREFILL,
+        url="http://127.0.0.1:1111",
+        pid=1,
+        control_address="",
+        cores=(),
+    )
+    shown = describe(
+        Deployment(router_url="http://127.0.0.1:2222", router_pid=2, instances=(instance,))
+    )
+    assert "prefill-0  http://127.0.0.1:1111" in shown
+    assert "router     http://127.0.0.1:2222" in shown
+    assert "curl -N http://127.0.0.1:2222/v1/chat/completions" in shown

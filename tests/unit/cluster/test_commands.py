@@ -1,0 +1,66 @@
+"""Command lines say what the topology says, and use only flags that the commands have."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import click
+import pytest
+
+from kvferry.cli.main import build_command
+from kvferry.cluster.commands import engine_arguments, router_arguments
+from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
+
+_READY = Path("/run/x.ready.json")
+_FULL = InstanceGroup(cores=2, num_blocks=8, arguments=("--log-level", "debug"))
+
+
+def test_defaults_are_left_to_the_engine() -> None:
+    arguments = engine_arguments(Topology(), InstanceGroup(), "prefill-0", _READY)
+    assert arguments[:3] == ["engine", "serve", "smollm2-135m"]
+    assert not {"--transport", "--dtype", "--num-blocks", "--kv-cache-gib"} & set(arguments)
+
+
+def test_what_is_set_is_passed_on() -> None:
+    topology = Topology(transport="shm", dtype="float32")
+    arguments = engine_arguments(topology, _FULL, "decode-1", _READY)
+    pairs = dict(itertools.pairwise(arguments))
+    assert pairs["--transport"] == "shm"
+    assert pairs["--dtype"] == "float32"
+    assert pairs["--num-blocks"] == "8"
+    assert pairs["--threads"] == "2"
+    assert pairs["--instance-id"] == "decode-1"
+    assert pairs["--ready-file"] == str(_READY)
+    assert arguments[-2:] == ["--log-level", "debug"]
+
+
+def test_router_knows_every_instance() -> None:
+    topology = Topology(router=RouterTopology(port=81))
+    arguments = router_arguments(
+        topology, prefill=["http://a:1"], decode=["http://b:2", "http://c:3"], ready_path=_READY
+    )
+    assert arguments[0] == "router"
+    assert arguments[arguments.index("--port") + 1] == "81"
+    urls = [(arguments[i - 1], word) for i, word in enumerate(arguments) if "http" in word]
+    assert urls == [
+        ("--prefill", "http://a:1"),
+        ("--decode", "http://b:2"),
+        ("--decode", "http://c:3"),
+    ]
+
+
+@pytest.mark.parametrize("group", [_FULL, InstanceGroup(kv_cache_gib=0.5)])
+def test_commands_accept_the_arguments(group: InstanceGroup) -> None:
+    topology = Topology(transport="shm", dtype="float32")
+    command: click.Command = build_command()
+    for words in (
+        engine_arguments(topology, group, "decode-1", _READY),
+        router_arguments(topology, prefill=["http://a"], decode=["http://b"], ready_path=_READY),
+    ):
+        found, rest = command, words
+        while isinstance(found, click.Group):
+            child = found.get_command(click.Context(found), rest[0])
+            assert child is not None
+            found, rest = child, rest[1:]
+        found.make_context("kvferry", list(rest))
