@@ -145,10 +145,11 @@ class LeaseTable:
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease and drop its references. Safe to repeat and for unknown ids."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self._leases.get(lease_id)
         if lease is None:
             return
         self._pool.drop(lease.blocks)
+        del self._leases[lease_id]
         self._cover.remove(lease.blocks)
         cover = self._cover_by_owner[lease.owner]
         cover.remove(lease.blocks)

@@ -68,10 +68,11 @@ class Quarantine:
 
     def leave(self, key: Hashable) -> None:
         """The transfer is terminal: drop its references. Safe to repeat and for unknown keys."""
-        entry = self._entries.pop(key, None)
+        entry = self._entries.get(key)
         if entry is None:
             return
         self._pool.drop(entry.blocks)
+        del self._entries[key]
         self._cover.remove(entry.blocks)
 
     def leave_peer(self, peer: str) -> int:

@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""What people and monitoring see of a process: log lines and metrics."""
