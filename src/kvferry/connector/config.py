@@ -36,8 +36,8 @@ class ExchangeConfig:
     """How long an abandoned READ may run before its link is torn down."""
     max_held_share: float = 0.25
     """Of the pool, for finished handoffs that wait for their reader."""
-    max_reader_share: float = 0.75
-    """Of the pool, for one reader's leases."""
+    max_reader_share: float = 1.0
+    """Of the pool, for one reader's leases; offers are bounded by ``max_held_share`` already."""
     max_quarantine_share: float = 0.25
     max_peers: int = 64
     verify_blocks: bool = False

@@ -74,6 +74,12 @@ class StopServing(_Effect, frozen=True):
     reader: str
 
 
+class CountOfferEnd(_Effect, frozen=True):
+    """An offer ended; ``outcome`` is a metric label."""
+
+    outcome: str
+
+
 class NotifyEngine(_Effect, frozen=True):
     """There are results to collect."""
 
@@ -87,5 +93,6 @@ Effect = (
     | DisconnectPeer
     | StartServing
     | StopServing
+    | CountOfferEnd
     | NotifyEngine
 )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.blocks.lease import READER_MARGIN_S, reader_deadline_s
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
@@ -29,9 +30,6 @@ from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import Declined, DeclineReason, Granted, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
-
-LEASE_MARGIN_S = 0.05
-"""The reader stops this much before its lease ends, for the cost of noticing."""
 
 _OUTCOME_OF_DECLINE = {
     DeclineReason.GONE: ReceiveOutcome.GONE,
@@ -123,7 +121,7 @@ class ReceivePlanner:
         receive.started_s = self._clock.monotonic_s()
         receive.deadline_s = receive.started_s + self._config.receive_timeout_s
         effects = self._step(receive, ReceiveEvent.BLOCKS_GIVEN)
-        if self._quarantine.is_full:
+        if self._quarantine.num_blocks and self._quarantine.is_full:
             receive.outcome = ReceiveOutcome.DECLINED
             receive.detail = "too many blocks are in quarantine to start another transfer"
             return self._step(receive, ReceiveEvent.DEADLINE)
@@ -209,7 +207,7 @@ class ReceivePlanner:
             )
             return self._step(receive, ReceiveEvent.PEER_LOST)
         receive.granted = event.reply
-        receive.lease_deadline_s = event.sent_s + event.reply.duration_s - LEASE_MARGIN_S
+        receive.lease_deadline_s = reader_deadline_s(event.sent_s, event.reply.duration_s)
         return self._step(receive, ReceiveEvent.GRANTED)
 
     def _on_read_ended(self, receive: _Receive, event: ReadEnded) -> list[Effect]:
@@ -271,7 +269,7 @@ class ReceivePlanner:
             receive.transfer_id,
             receive.prompt.num_tokens,
             receive.prompt.digest,
-            self._config.receive_timeout_s + 2 * LEASE_MARGIN_S,
+            self._config.receive_timeout_s + 2 * READER_MARGIN_S,
             receive.first_block,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import Effect, StartServing, StopServing
+from kvferry.connector.effects import CountOfferEnd, Effect, StartServing, StopServing
 from kvferry.connector.ports import BlockPort, PromptIdentity
 from kvferry.connector.pull import SENDER, OfferAction, OfferEvent, OfferState
 from kvferry.errors import CapacityError, FerryError, RequestError
@@ -193,9 +193,10 @@ class OfferPlanner:
         rule = SENDER.step(offer.state, event)
         was_held = offer.state is OfferState.HELD
         offer.state = rule.next_state
+        effects: list[Effect] = []
         if was_held and offer.state is OfferState.CLOSED:
             self._remember_end(offer.transfer_id, event)
-        effects: list[Effect] = []
+            effects.append(CountOfferEnd(event))
         for action in rule.actions:
             match action:
                 case OfferAction.RELEASE_READER:

@@ -135,6 +135,8 @@ class Renewed(_Message, frozen=True, tag="renewed"):
 class Release(_Message, frozen=True, tag="release"):
     """The receiver is done with the handoff; nothing of it will be read any more."""
 
+    instance_id: _InstanceId
+    epoch: Epoch
     transfer_id: _TransferId
     holder_epoch: Epoch
     outcome: ReleaseOutcome

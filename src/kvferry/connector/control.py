@@ -1,0 +1,222 @@
+"""The control sockets: one that peers talk to, one per peer that is talked to.
+
+Owns framing, limits and authentication. Knows nothing of what the messages mean. All sockets belong
+to the mover's thread. With a cluster key both ends prove by CurveZMQ that they know it, and all is
+encrypted; the key pair is derived from the cluster key, so both sides have the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from kvferry.connector.config import ExchangeConfig, endpoint
+from kvferry.errors import ConfigError, FerryError, IncompatiblePeerError, RemoteProtocolError
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from kvferry.protocol.messages import Envelope, Message
+
+MAX_QUEUED_MESSAGES = 10_000
+MAX_MESSAGES_PER_TURN = 256
+"""Read from one socket before the others, and transfers, get their turn."""
+CLOSE_LINGER_MS = 200
+MAX_RECONNECT_INTERVAL_MS = 5000
+"""A peer that is gone is not called ten times a second for ever."""
+
+CountMalformed = Callable[[str], None]
+"""Called with ``malformed`` or ``version`` for each message that is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A CurveZMQ key pair in Z85 text."""
+
+    public: bytes
+    secret: bytes
+
+
+def derive_curve_keys(cluster_key: bytes) -> CurveKeys:
+    """Return the key pair that every instance with this cluster key has."""
+    raw = hashlib.blake2b(cluster_key, digest_size=32, person=b"kvferry-curve").digest()
+    secret = z85.encode(raw)
+    return CurveKeys(zmq.curve_public(secret), secret)
+
+
+class _OnlyOurKey:
+    """Accepts clients that hold the cluster's secret key, by its public half."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether ``key`` (Z85) is the cluster's."""
+        return key == self._public
+
+
+class ControlContext:
+    """The ZeroMQ context of one instance, with authentication where there is a cluster key."""
+
+    def __init__(self, cluster_key: bytes | None) -> None:
+        self._context = zmq.Context()
+        self._keys = derive_curve_keys(cluster_key) if cluster_key is not None else None
+        self._authenticator: ThreadAuthenticator | None = None
+        if self._keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(
+                "*", credentials_provider=_OnlyOurKey(self._keys.public)
+            )
+
+    def server_socket(self) -> zmq.Socket[bytes]:
+        """Return an unbound ROUTER."""
+        socket = self._socket(zmq.ROUTER)
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_secretkey = self._keys.secret
+            socket.curve_publickey = self._keys.public
+        return socket
+
+    def client_socket(self) -> zmq.Socket[bytes]:
+        """Return an unconnected DEALER."""
+        socket = self._socket(zmq.DEALER)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.public
+            socket.curve_publickey = self._keys.public
+            socket.curve_secretkey = self._keys.secret
+        return socket
+
+    def close(self) -> None:
+        """Close what is left open; all sockets must be closed before."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        return socket
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One request and where its reply goes."""
+
+    identity: bytes
+    envelope: Envelope
+
+
+class ControlServer:
+    """The socket that peers send requests to."""
+
+    def __init__(
+        self, context: ControlContext, config: ExchangeConfig, count_malformed: CountMalformed
+    ) -> None:
+        self.socket = context.server_socket()
+        self._count_malformed = count_malformed
+        bound = endpoint(config.control_host, config.control_port)
+        try:
+            self.socket.bind(bound if config.control_port else bound.rsplit(":", 1)[0] + ":*")
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise ConfigError(f"the control port cannot be opened at {bound}: {error}") from error
+        last = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = int(last.rsplit(":", 1)[1])
+        self.address = endpoint(config.advertise_host or config.control_host, port)
+
+    def receive(self) -> list[Received]:
+        """Return the well-formed requests that have arrived; others are counted and dropped."""
+        received: list[Received] = []
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            frames = _receive_frames(self.socket)
+            if frames is None:
+                break
+            if len(frames) != 2:
+                self._count_malformed("malformed")
+                continue
+            envelope = _decode_counted(frames[1], self._count_malformed)
+            if envelope is not None:
+                received.append(Received(frames[0], envelope))
+        return received
+
+    def reply(self, to: Received, message: Message) -> None:
+        """Answer a request. A peer that has gone, or reads nothing, loses its reply."""
+        data = encode(to.envelope.sequence, message)
+        try:
+            self.socket.send_multipart([to.identity, data], zmq.NOBLOCK)
+        except zmq.Again:
+            self._count_malformed("reply_dropped")
+
+    def close(self) -> None:
+        """Close the socket; the port is free afterwards."""
+        self.socket.close()
+
+
+class ControlClient:
+    """The socket to one peer."""
+
+    def __init__(
+        self, context: ControlContext, address: str, count_malformed: CountMalformed
+    ) -> None:
+        self.socket = context.client_socket()
+        self._count_malformed = count_malformed
+        self._next_sequence = 0
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise RemoteProtocolError(f"control address {address!r}: {error}") from error
+
+    def send(self, message: Message) -> int | None:
+        """Send without waiting; return the sequence number, or None if the queue is full."""
+        self._next_sequence += 1
+        try:
+            self.socket.send(encode(self._next_sequence, message), zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return self._next_sequence
+
+    def receive(self) -> list[Envelope]:
+        """Return the well-formed replies that have arrived."""
+        received: list[Envelope] = []
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            frames = _receive_frames(self.socket)
+            if frames is None:
+                break
+            if len(frames) != 1:
+                self._count_malformed("malformed")
+                continue
+            envelope = _decode_counted(frames[0], self._count_malformed)
+            if envelope is not None:
+                received.append(envelope)
+        return received
+
+    def close(self) -> None:
+        """Close the socket; what is queued is sent for at most the linger time."""
+        self.socket.close()
+
+
+def _receive_frames(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _decode_counted(data: bytes, count_malformed: CountMalformed) -> Envelope | None:
+    """Decode; a message that cannot be used is the peer's fault and must not end this thread."""
+    try:
+        return decode(data)
+    except IncompatiblePeerError:
+        count_malformed("version")
+    except FerryError:
+        count_malformed("malformed")
+    return None

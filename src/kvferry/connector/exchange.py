@@ -1,0 +1,179 @@
+"""One instance's KV exchange: planner and mover joined, behind the port that engines call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kvferry.clock import Clock
+from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.connector.mover import Mover, MoverParts
+from kvferry.connector.planner import Planner
+from kvferry.connector.ports import (
+    BlockPort,
+    ConnectorSnapshot,
+    HandoffOffer,
+    PromptIdentity,
+    ReceiveOutcome,
+    ReceiveResult,
+)
+from kvferry.connector.readers import BlockDigester
+from kvferry.errors import RequestError
+from kvferry.observe.metrics import ExchangeMetrics
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.messages import Hello, InstanceInfo
+from kvferry.protocol.params import PeerAddress
+from kvferry.transport.base import Transport
+
+CAPABILITIES = ("pull",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExchangeMemory:
+    """What is exchanged: the pool's blocks, their layout, and how they move.
+
+    ``view`` is the pool's memory where this process can read it; needed only to verify blocks.
+    """
+
+    blocks: BlockPort
+    layout: KVLayout
+    transport: Transport
+    view: memoryview | None = None
+
+
+class Exchange:
+    """Implements ``ConnectorPort``. ``start`` opens for business, ``close`` ends all."""
+
+    def __init__(
+        self, config: ExchangeConfig, memory: ExchangeMemory, clock: Clock, metrics: ExchangeMetrics
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._metrics = metrics
+        self._planner = Planner(config, memory.blocks, clock)
+        digester = None
+        if config.verify_blocks and memory.view is not None:
+            digester = BlockDigester(memory.view, memory.layout.block_bytes)
+        name = memory.transport.name
+        hello = Hello(config.instance_id, config.epoch, memory.layout, name, b"")
+        self._parts = MoverParts(
+            config,
+            hello,
+            memory.transport,
+            self._planner,
+            clock,
+            metrics,
+            digester,
+            self._describe,
+        )
+        self._mover = Mover(self._parts)
+        self.address = PeerAddress(config.instance_id, config.epoch, self._mover.control_address)
+
+    def start(self, on_results: Callable[[], None]) -> None:
+        """Start the mover. ``on_results`` is called on its thread when there are new results."""
+        self._parts.on_results = on_results
+        self._mover.start()
+
+    def close(self) -> None:
+        """Stop the mover, end every link and free the control port."""
+        self._mover.close()
+
+    def info(self) -> InstanceInfo:
+        """Return what this instance says of itself."""
+        return self._describe(self.address.control_address)
+
+    def begin_receive(
+        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+    ) -> None:
+        """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed."""
+        self._check_address(peer.control_address)
+        self._mover.submit(self._planner.begin_receive(transfer_id, peer, prompt))
+
+    def receive(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
+    ) -> None:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.receive(transfer_id, blocks, first_block))
+
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.end_receive(transfer_id, needed=needed))
+
+    def take_results(self) -> list[ReceiveResult]:
+        """See ``ConnectorPort``."""
+        results = [
+            dataclasses.replace(result, transport=self._memory.transport.name)
+            for result in self._planner.take_results()
+        ]
+        for result in results:
+            self._count(result)
+        return results
+
+    def offer(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
+    ) -> HandoffOffer:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.offer(transfer_id, blocks, prompt))
+        return HandoffOffer(self.address, self._config.handoff_lease_s)
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.withdraw(transfer_id))
+
+    def give_up_oldest(self, num_blocks: int) -> int:
+        """See ``ConnectorPort``."""
+        num_freed, effects = self._planner.give_up_oldest(num_blocks)
+        self._mover.submit(effects)
+        return num_freed
+
+    def snapshot(self) -> ConnectorSnapshot:
+        """See ``ConnectorPort``."""
+        return self._planner.snapshot()
+
+    def _count(self, result: ReceiveResult) -> None:
+        self._metrics.receives.labels("pull", result.outcome).inc()
+        if result.outcome is ReceiveOutcome.RECEIVED:
+            self._metrics.transfer_bytes.labels("in", "pull").inc(result.num_bytes)
+            self._metrics.transfer_s.labels("pull").observe(result.finished_s - result.started_s)
+
+    def _describe(self, control_address: str) -> InstanceInfo:
+        layout = self._memory.layout
+        return InstanceInfo(
+            instance_id=self._config.instance_id,
+            epoch=self._config.epoch,
+            control_address=control_address,
+            fingerprint=layout.fingerprint(),
+            layout=layout,
+            transport=self._memory.transport.name,
+            capabilities=CAPABILITIES,
+            num_blocks=self._memory.blocks.num_blocks,
+            num_free_blocks=self._memory.blocks.num_free,
+        )
+
+    def _check_address(self, control_address: str) -> None:
+        scheme, _, rest = control_address.partition("://")
+        host, _, port = rest.rpartition(":")
+        if scheme != "tcp" or not host or not port.isdigit():
+            raise RequestError(
+                f"peer.control_address {control_address!r} is not of the form tcp://host:port",
+                param="kv_transfer_params.peer",
+                code="invalid_value",
+            )
+        if self._config.cluster_key is None and not is_loopback(host):
+            raise RequestError(
+                f"peer.control_address {control_address} is on another host, which needs a "
+                "cluster key on both",
+                param="kv_transfer_params.peer",
+                code="peer_not_allowed",
+            )
+
+
+def create_exchange(
+    config: ExchangeConfig, memory: ExchangeMemory, clock: Clock, metrics: ExchangeMetrics
+) -> Exchange:
+    """Build an exchange: opens the control port (``ConfigError`` if that fails), starts nothing.
+
+    The transport's memory must be registered already.
+    """
+    return Exchange(config, memory, clock, metrics)

@@ -1,0 +1,156 @@
+"""The links of peers that read from this instance, and the answers to their messages.
+
+Runs on the mover's thread only. Bounded in number: the link that was idle longest gives way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.connector.effects import Effect
+from kvferry.connector.planner import Planner
+from kvferry.connector.sessions import require_same_memory
+from kvferry.errors import FerryError, IncompatiblePeerError
+from kvferry.protocol.ids import BlockNumber
+from kvferry.protocol.messages import (
+    Acquire,
+    Declined,
+    DeclineReason,
+    Granted,
+    Hello,
+    HelloReply,
+    Release,
+    Renew,
+    Reply,
+    Request,
+)
+from kvferry.transport.base import Link, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDigester:
+    """Digests of blocks in a block-first pool, for transfers that are verified."""
+
+    memory: memoryview
+    block_bytes: int
+
+    def digests(self, blocks: Sequence[BlockNumber]) -> tuple[bytes, ...]:
+        """Return 32 bytes per block: BLAKE2b-256 of its memory as it is now."""
+        size = self.block_bytes
+        return tuple(
+            hashlib.blake2b(self.memory[b * size : (b + 1) * size], digest_size=32).digest()
+            for b in blocks
+        )
+
+
+class Readers:
+    """Peers that have shaken hands to read here."""
+
+    def __init__(
+        self,
+        own_hello: Hello,
+        transport: Transport,
+        planner: Planner,
+        digester: BlockDigester | None,
+        *,
+        max_peers: int,
+    ) -> None:
+        self._own_hello = own_hello
+        self._transport = transport
+        self._planner = planner
+        self._digester = digester
+        self._max_peers = max_peers
+        self._links: OrderedDict[str, Link] = OrderedDict()
+        self._serving: set[str] = set()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether some reader may transfer right now."""
+        return bool(self._serving)
+
+    def start_serving(self, reader: str) -> None:
+        """Progress ``reader``'s link from now on."""
+        self._serving.add(reader)
+
+    def stop_serving(self, reader: str) -> None:
+        """The reader transfers no more."""
+        self._serving.discard(reader)
+
+    def progress(self) -> None:
+        """Serve what readers have posted."""
+        for reader in self._serving:
+            link = self._links.get(reader)
+            if link is not None:
+                link.progress()
+
+    def answer(self, message: Request | Reply) -> tuple[Reply, list[Effect]]:
+        """Return the reply to one message, and what is to be done besides."""
+        match message:
+            case Hello():
+                return self._on_hello(message), []
+            case Acquire():
+                return self._on_acquire(message)
+            case Renew():
+                return self._planner.answer_renew(message), []
+            case Release():
+                return self._planner.answer_release(reader_name(message), message)
+            case _:
+                name = type(message).__name__
+                return Declined(DeclineReason.MALFORMED, f"{name} is not a request"), []
+
+    def close(self) -> None:
+        """Disconnect every reader."""
+        for reader in list(self._links):
+            self._drop(reader)
+
+    def _on_hello(self, hello: Hello) -> Reply:
+        try:
+            require_same_memory(self._own_hello, hello)
+        except IncompatiblePeerError as error:
+            return Declined(DeclineReason.INCOMPATIBLE, str(error)[:1024], error.field)
+        reader = reader_name(hello)
+        for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
+            self._drop(other)  # an earlier epoch, or an earlier link of this one
+        if len(self._links) >= self._max_peers and not self._evict_one():
+            return Declined(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
+        link = self._transport.open_link(reader)
+        try:
+            link.connect(hello.transport_metadata)
+        except FerryError as error:
+            link.disconnect()
+            return Declined(DeclineReason.MALFORMED, str(error)[:1024])
+        self._links[reader] = link
+        own = self._own_hello
+        return HelloReply(
+            own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata
+        )
+
+    def _on_acquire(self, message: Acquire) -> tuple[Reply, list[Effect]]:
+        reader = reader_name(message)
+        if reader not in self._links:
+            return Declined(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
+        self._links.move_to_end(reader)
+        reply, effects = self._planner.answer_acquire(reader, message)
+        if isinstance(reply, Granted) and message.want_block_digests and self._digester:
+            digests = self._digester.digests(reply.blocks)
+            reply = Granted(reply.lease_id, reply.duration_s, reply.blocks, digests)
+        return reply, effects
+
+    def _evict_one(self) -> bool:
+        idle = next((r for r in self._links if r not in self._serving), None)
+        if idle is None:
+            return False
+        self._drop(idle)
+        return True
+
+    def _drop(self, reader: str) -> None:
+        link = self._links.pop(reader)
+        link.disconnect()
+
+
+def reader_name(message: Hello | Acquire | Release) -> str:
+    """Return the name under which a reader's link and leases are kept."""
+    return f"{message.instance_id}/{message.epoch}"

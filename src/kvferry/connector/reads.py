@@ -1,0 +1,90 @@
+"""READs that are posted and not yet terminal. Runs on the mover's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.clock import Clock
+from kvferry.connector.effects import PostRead
+from kvferry.connector.events import Event, ReadEnded, ReadStatus
+from kvferry.connector.readers import BlockDigester
+from kvferry.errors import FerryError
+from kvferry.transport.base import Link, Transfer, TransferStatus
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    effect: PostRead
+    link: Link
+    transfer: Transfer
+
+
+class Reads:
+    """Posts READs and notices their ends."""
+
+    def __init__(self, clock: Clock, digester: BlockDigester | None) -> None:
+        self._clock = clock
+        self._digester = digester
+        self._running: list[_Read] = []
+
+    @property
+    def num_running(self) -> int:
+        """READs that may still touch memory."""
+        return len(self._running)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a READ runs on ``link``."""
+        return any(read.link is link for read in self._running)
+
+    def post(self, effect: PostRead, link: Link | None) -> list[Event]:
+        """Post; returns the end at once where the transport copies in the call or refuses."""
+        if link is None:
+            return [self._ended(effect, ReadStatus.FAILED, "the connection to the peer is gone")]
+        try:
+            transfer = link.read(effect.local_blocks, effect.remote_blocks)
+        except FerryError as error:
+            return [self._ended(effect, ReadStatus.FAILED, str(error))]
+        self._running.append(_Read(effect, link, transfer))
+        return self.poll()
+
+    def poll(self) -> list[Event]:
+        """Return the ends of those that have become terminal."""
+        events: list[Event] = []
+        running = self._running
+        self._running = []
+        for read in running:
+            status = read.link.poll(read.transfer)
+            if status is TransferStatus.IN_PROGRESS:
+                self._running.append(read)
+                continue
+            read.link.release(read.transfer)
+            events.append(self._end(read, status))
+        return events
+
+    def end_link(self, link: Link) -> list[Event]:
+        """Disconnect ``link``: its READs are over, and nothing of them can land any more."""
+        ended = [read for read in self._running if read.link is link]
+        self._running = [read for read in self._running if read.link is not link]
+        link.disconnect()
+        return [
+            self._ended(read.effect, ReadStatus.FAILED, "the connection was torn down")
+            for read in ended
+        ]
+
+    def _end(self, read: _Read, status: TransferStatus) -> ReadEnded:
+        if status is TransferStatus.ERROR:
+            return self._ended(read.effect, ReadStatus.FAILED, "the transport reports an error")
+        if not self._is_intact(read.effect):
+            detail = "the blocks' digests differ on both sides"
+            return self._ended(read.effect, ReadStatus.CORRUPT, detail)
+        return self._ended(read.effect, ReadStatus.DONE, "", read.transfer.num_bytes)
+
+    def _is_intact(self, effect: PostRead) -> bool:
+        if self._digester is None or not effect.block_digests:
+            return True
+        return self._digester.digests(effect.local_blocks) == effect.block_digests
+
+    def _ended(
+        self, effect: PostRead, status: ReadStatus, detail: str, num_bytes: int = 0
+    ) -> ReadEnded:
+        return ReadEnded(effect.transfer_id, status, self._clock.monotonic_s(), num_bytes, detail)
