@@ -10,6 +10,7 @@ poll → release → disconnect.
 from __future__ import annotations
 
 import abc
+import ctypes
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class MemoryRegion:
     num_blocks: int
     kind: MemoryKind = MemoryKind.DRAM
     device_index: int = 0
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of the first byte of a writable ``view``."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class TransferStatus(enum.Enum):
@@ -107,6 +113,9 @@ class Link(abc.ABC):
         """Whether, after ``disconnect``, it is proven that nothing which either side posted can
         still touch local memory (a stopped peer on this host may continue: not quiet)."""
 
+    def peer_said_done(self) -> None:  # noqa: B027  # optional: nothing to do is an answer
+        """Note that the peer told us, out of band, that it has ended all it had posted."""
+
 
 class Transport(abc.ABC):
     """One process's end of one way to move bytes."""
@@ -125,8 +134,12 @@ class Transport(abc.ABC):
         """Make ``regions`` readable and writable by peers; called once, before any link."""
 
     @abc.abstractmethod
-    def open_link(self, peer_name: str) -> Link:
-        """Return a fresh, unconnected local end for one peer (the name is for logs)."""
+    def open_link(self, peer_name: str, *, peer_writes: bool = True) -> Link:
+        """Return a fresh, unconnected local end for one peer (the name is for logs).
+
+        ``peer_writes=False`` states that the peer will never be told of local blocks to write
+        into. Then ending our own transfers is all that quiet takes.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
