@@ -42,6 +42,8 @@ _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 _Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
+_Epoch = Annotated[Epoch, Meta(ge=0, le=2**62)]
+_LeaseId = Annotated[LeaseId, Meta(ge=0, le=2**62)]
 
 
 class DeclineReason(enum.StrEnum):
@@ -77,7 +79,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     """Handshake. The layout is compared before ``transport_metadata`` is decoded."""
 
     instance_id: _InstanceId
-    epoch: Epoch
+    epoch: _Epoch
     layout: KVLayout
     transport: _Name
     transport_metadata: _Metadata
@@ -87,7 +89,7 @@ class HelloReply(_Message, frozen=True, tag="hello_reply"):
     """The holder's half of the handshake."""
 
     instance_id: _InstanceId
-    epoch: Epoch
+    epoch: _Epoch
     layout: KVLayout
     transport: _Name
     transport_metadata: _Metadata
@@ -97,8 +99,8 @@ class Acquire(_Message, frozen=True, tag="acquire"):
     """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
 
     instance_id: _InstanceId
-    epoch: Epoch
-    holder_epoch: Epoch
+    epoch: _Epoch
+    holder_epoch: _Epoch
     transfer_id: _TransferId
     num_tokens: _Count
     digest: _Digest
@@ -111,7 +113,7 @@ class Acquire(_Message, frozen=True, tag="acquire"):
 class Granted(_Message, frozen=True, tag="granted"):
     """A lease: ``blocks`` will not be reused for ``duration_s`` from when this was sent."""
 
-    lease_id: LeaseId
+    lease_id: _LeaseId
     duration_s: _Duration
     blocks: Annotated[tuple[_Block, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
     """Holder's block numbers for positions ``first_block`` and on."""
@@ -122,7 +124,7 @@ class Renew(_Message, frozen=True, tag="renew"):
     """Heartbeat: keep holding a handoff that is not acquired yet, or a lease that is."""
 
     transfer_id: _TransferId
-    holder_epoch: Epoch
+    holder_epoch: _Epoch
     duration_s: _Duration
 
 
@@ -136,9 +138,9 @@ class Release(_Message, frozen=True, tag="release"):
     """The receiver is done with the handoff; nothing of it will be read any more."""
 
     instance_id: _InstanceId
-    epoch: Epoch
+    epoch: _Epoch
     transfer_id: _TransferId
-    holder_epoch: Epoch
+    holder_epoch: _Epoch
     outcome: ReleaseOutcome
 
 
@@ -163,7 +165,7 @@ class InstanceInfo(_Message, frozen=True, tag="instance_info"):
     """Who is there. The same is shown by ``GET /kvferry/instance``."""
 
     instance_id: _InstanceId
-    epoch: Epoch
+    epoch: _Epoch
     control_address: _Name
     fingerprint: _Digest
     layout: KVLayout

@@ -44,7 +44,7 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the other side of a handoff is, and which start of it."""
 
     instance_id: Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-    epoch: Epoch
+    epoch: Annotated[Epoch, Meta(ge=0, le=2**62)]
     control_address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets."""
 
