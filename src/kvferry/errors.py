@@ -13,7 +13,8 @@ FerryError
 │   └── TransferFailedError      a posted transfer ended in an error
 ├── CapacityError                not enough blocks, or a cap was reached
 ├── EngineError                  the engine failed
-└── ClusterError                 a process of a deployment did not start, or died
+├── ClusterError                 a process of a deployment did not start, or died
+└── MeasurementError             a benchmark could not measure what it says it measures
 
 The blame is in the type: *local* is ours, *remote* is the peer's. ``can_recompute`` says whether
 the request that met the error can still be answered by computing its prompt locally.
@@ -107,3 +108,7 @@ class EngineError(FerryError):
 
 class ClusterError(FerryError):
     """A process of a deployment did not start in time, or died; the message names it."""
+
+
+class MeasurementError(FerryError):
+    """A deployment answered otherwise than a measurement needs; the message says how."""

@@ -1,0 +1,186 @@
+"""A client that streams one answer and keeps the time of every event.
+
+Knows OpenAI's streaming format and the two extensions ``return_token_ids`` and ``kv_report``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from kvferry.clock import Clock
+from kvferry.errors import MeasurementError
+
+_END = b"[DONE]"
+_MAX_ERROR_CHARS = 500
+
+
+class KvReport(msgspec.Struct, frozen=True):
+    """What an instance says of one request. Times are monotonic seconds of its host."""
+
+    arrived_s: float | None = None
+    prefill_end_s: float | None = None
+    first_token_s: float | None = None
+    kv_ready_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_received_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_received_bytes: int = 0
+    transport: str = ""
+    receive_outcome: str = ""
+    num_preemptions: int = 0
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    kv_report: KvReport | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()
+    error: _Error | None = None
+    kv_report: KvReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedAnswer:
+    """One answer of one choice. Times are seconds of the client's monotonic clock."""
+
+    sent_s: float
+    first_byte_s: float
+    token_ids: tuple[int, ...]
+    token_times_s: tuple[float, ...]
+    """When the event that brought each token arrived; as long as ``token_ids``."""
+    text: str
+    finish_reason: str
+    ended_s: float
+    report: KvReport | None
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending the request to the event that brought the first token."""
+        return self.token_times_s[0] - self.sent_s
+
+    @property
+    def second_gap_s(self) -> float:
+        """From the first token to the second."""
+        return self.token_times_s[1] - self.token_times_s[0]
+
+    def gaps_s(self) -> list[float]:
+        """Return the gaps between tokens from the second token on: plain decode steps."""
+        times_s = self.token_times_s[1:]
+        return [late - early for early, late in itertools.pairwise(times_s)]
+
+
+class _Collector:
+    """Puts an answer together from its events."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.token_ids: list[int] = []
+        self.times_s: list[float] = []
+        self.texts: list[str] = []
+        self.finish_reason = ""
+        self.report: KvReport | None = None
+
+    def add(self, data: bytes, now_s: float) -> None:
+        try:
+            chunk = msgspec.json.decode(data, type=_Chunk)
+        except msgspec.MsgspecError as error:
+            raise MeasurementError(f"{self._url} sent a malformed event: {error}") from error
+        if chunk.error is not None:
+            raise MeasurementError(f"{self._url} ended with an error: {chunk.error.message}")
+        self.report = chunk.kv_report or self.report
+        for choice in chunk.choices:
+            self._add_choice(choice, now_s)
+
+    def _add_choice(self, choice: _Choice, now_s: float) -> None:
+        for token_id in choice.token_ids or ():
+            self.token_ids.append(token_id)
+            self.times_s.append(now_s)
+        self.texts.append(choice.text or (choice.delta.content if choice.delta else None) or "")
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.report = choice.kv_report or self.report
+
+
+class CompletionClient:
+    """Sends requests over one session. ``clock`` must be the host's monotonic clock."""
+
+    def __init__(self, session: aiohttp.ClientSession, clock: Clock) -> None:
+        self._session = session
+        self._clock = clock
+
+    async def stream(self, url: str, body: Mapping[str, object]) -> StreamedAnswer:
+        """POST ``body`` to ``url`` and return the streamed answer, token ids and report included.
+
+        Raises ``MeasurementError`` if the answer is an error, is malformed, ends early or has no
+        token ids.
+        """
+        payload = {**body, "stream": True, "return_token_ids": True, "kv_report": True}
+        encoded = msgspec.json.encode(payload)
+        headers = {"Content-Type": "application/json"}
+        collector = _Collector(url)
+        first_byte_s: float | None = None
+        is_complete = False
+        sent_s = self._clock.monotonic_s()
+        try:
+            async with self._session.post(url, data=encoded, headers=headers) as response:
+                await _require_success(url, response)
+                async for data, now_s in self._events(response):
+                    first_byte_s = first_byte_s or now_s
+                    is_complete = data == _END
+                    if is_complete:
+                        break
+                    collector.add(data, now_s)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
+        if first_byte_s is None or not is_complete or not collector.token_ids:
+            raise MeasurementError(
+                f"{url}: the stream ended after {len(collector.token_ids)} tokens"
+                + ("" if is_complete else " without its end mark")
+            )
+        return StreamedAnswer(
+            sent_s=sent_s,
+            first_byte_s=first_byte_s,
+            token_ids=tuple(collector.token_ids),
+            token_times_s=tuple(collector.times_s),
+            text="".join(collector.texts),
+            finish_reason=collector.finish_reason,
+            ended_s=self._clock.monotonic_s(),
+            report=collector.report,
+        )
+
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[tuple[bytes, float]]:
+        """Yield the data of each server-sent event and the time at which it was complete."""
+        buffer = b""
+        async for piece in response.content.iter_any():
+            now_s = self._clock.monotonic_s()
+            buffer += piece.replace(b"\r\n", b"\n")
+            *events, buffer = buffer.split(b"\n\n")
+            for event in events:
+                lines = event.split(b"\n")
+                data = [line[5:].removeprefix(b" ") for line in lines if line[:5] == b"data:"]
+                if data:
+                    yield b"\n".join(data), now_s
+
+
+async def _require_success(url: str, response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        text = await response.text(errors="replace")
+        raise MeasurementError(f"{url} answered {response.status}: {text[:_MAX_ERROR_CHARS]}")

@@ -1,0 +1,85 @@
+"""Medians, quantiles and bootstrap intervals of a few dozen samples. Pure; numpy-free."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An estimate and the bounds of its 95 % confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How one quantity is spread, in the samples' unit."""
+
+    count: int
+    median: float
+    p25: float
+    p75: float
+    p90: float
+    least: float
+    greatest: float
+
+    @property
+    def interquartile_range(self) -> float:
+        """The middle half's width."""
+        return self.p75 - self.p25
+
+
+def quantile(samples: Sequence[float], fraction: float) -> float:
+    """Return the quantile at ``fraction`` (0 to 1), interpolated linearly. Needs one sample."""
+    ordered = sorted(samples)
+    position = fraction * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Return the summary of at least one sample."""
+    return Summary(
+        count=len(samples),
+        median=statistics.median(samples),
+        p25=quantile(samples, 0.25),
+        p75=quantile(samples, 0.75),
+        p90=quantile(samples, 0.90),
+        least=min(samples),
+        greatest=max(samples),
+    )
+
+
+def median_interval(samples: Sequence[float], rng: random.Random) -> Interval:
+    """Return the median with its bootstrap interval."""
+    return _bootstrap(
+        lambda: statistics.median(rng.choices(samples, k=len(samples))),
+        estimate=statistics.median(samples),
+    )
+
+
+def median_difference(
+    first: Sequence[float], second: Sequence[float], rng: random.Random
+) -> Interval:
+    """Return the median of ``first`` less that of ``second``, with its bootstrap interval."""
+    return _bootstrap(
+        lambda: (
+            statistics.median(rng.choices(first, k=len(first)))
+            - statistics.median(rng.choices(second, k=len(second)))
+        ),
+        estimate=statistics.median(first) - statistics.median(second),
+    )
+
+
+def _bootstrap(resample: Callable[[], float], *, estimate: float) -> Interval:
+    draws = [resample() for _ in range(_RESAMPLES)]
+    return Interval(estimate=estimate, low=quantile(draws, 0.025), high=quantile(draws, 0.975))
