@@ -34,7 +34,7 @@ def with_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "code", "stderr"),
     [
         ("refused", 1, "kvferry: error: --speed is too high; lower it\n"),
-        ("interrupted", 130, ""),
+        ("interrupted", 130, "\n"),
         ("code", 7, ""),
     ],
 )
