@@ -1,0 +1,69 @@
+"""A planner on a real pool and a clock that tests move."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvferry.blocks.integrity import assert_whole
+from kvferry.blocks.pool import BlockPool
+from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.planner import Planner
+from kvferry.connector.ports import PromptIdentity
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
+from kvferry.protocol.messages import Acquire, Granted
+from kvferry.protocol.params import PeerAddress
+from kvferry.testing.fake_clock import FakeClock
+
+TRANSFER = TransferId("xfer-1")
+PROMPT = PromptIdentity(40, b"d" * 32)
+PEER = PeerAddress(InstanceId("prefill-0"), Epoch(5), "tcp://127.0.0.1:9")
+READER = "decode-0/7"
+
+
+def make_config(**changes: object) -> ExchangeConfig:
+    config = ExchangeConfig(instance_id=InstanceId("here"), epoch=Epoch(5))
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def make_acquire(**changes: object) -> Acquire:
+    fields: dict[str, object] = {
+        "instance_id": "decode-0",
+        "epoch": 7,
+        "holder_epoch": 5,
+        "transfer_id": TRANSFER,
+        "num_tokens": PROMPT.num_tokens,
+        "digest": PROMPT.digest,
+        "duration_s": 10.0,
+    }
+    return Acquire(**(fields | changes))  # type: ignore[arg-type]
+
+
+def grant(*blocks: int, duration_s: float = 10.0) -> Granted:
+    return Granted(LeaseId(1), duration_s, tuple(BlockNumber(b) for b in blocks))
+
+
+@dataclasses.dataclass
+class World:
+    """What a test has in hand."""
+
+    pool: BlockPool
+    clock: FakeClock
+    planner: Planner
+
+    def assert_idle(self) -> None:
+        """Nothing is held, leased, received or quarantined."""
+        snapshot = dataclasses.replace(self.planner.snapshot(), outcomes={})
+        assert dataclasses.astuple(snapshot) == (0, 0, 0, 0, {})
+        assert_whole(self.pool)
+
+
+def make_world(num_blocks: int = 16, **changes: object) -> World:
+    pool, clock = BlockPool(num_blocks), FakeClock(100.0)
+    return World(pool, clock, Planner(make_config(**changes), pool, clock))
+
+
+@pytest.fixture
+def world() -> World:
+    return make_world()
