@@ -1,0 +1,281 @@
+"""``EngineCore``: one step of the engine, from queues to tokens.
+
+Owns what happens in which order. Called from the engine's thread only; knows no thread and no
+condition variable. Tensors stay behind ``Forward``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.blocks.pool import BlockPool
+from kvferry.clock import Clock
+from kvferry.connector.ports import ConnectorPort, ReceiveOutcome, ReceiveResult
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.handoff import HandoffSender
+from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.engine.request import FinishReason, SamplingParams, TokenOutput
+from kvferry.engine.sampler import SamplingPoint, Scores, sample_token, token_logprob
+from kvferry.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvferry.errors import FerryError
+from kvferry.protocol.ids import RequestId, TransferId
+from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """Computes chunks; see ``ModelForward``."""
+
+    def __call__(self, chunks: Sequence[Chunk], /) -> Iterable[Scores]:
+        """Return the logits of the sampling chunks, in order, once all KV is in the pool."""
+        ...
+
+
+class StepOutcome(enum.Enum):
+    """What a step had to do."""
+
+    WORKED = "worked"
+    IDLE = "idle"
+    """Nothing to compute; the next submit, abort or receive changes that."""
+    SHORT_OF_BLOCKS = "short_of_blocks"
+    """Nothing to compute until somebody gives blocks back."""
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start."""
+
+    num_computed_tokens: int = 0
+    """Tokens whose KV was computed, recomputed ones included."""
+    num_generated_tokens: int = 0
+    """Tokens answered, handed-over first tokens excluded."""
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+
+
+class EngineCore:
+    """Requests in service and the step that advances them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        forward: Forward,
+        *,
+        connector: ConnectorPort | None,
+        clock: Clock,
+    ) -> None:
+        self._forward = forward
+        self._connector = connector
+        self._clock = clock
+        make_room = connector.give_up_oldest if connector is not None else lambda num_blocks: 0
+        self.scheduler = Scheduler(pool, config, make_room)
+        self._sender = HandoffSender(connector)
+        self._by_request: dict[RequestId, LiveRequest] = {}
+        self._by_transfer: dict[TransferId, LiveRequest] = {}
+        self.counters = EngineCounters()
+        self.on_finished: Callable[[RequestId], None] = lambda request_id: None
+        """Told of every request that has ended, before its last output."""
+
+    def add(self, request: LiveRequest) -> None:
+        """Take a validated request into service."""
+        self._by_request[request.request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request, if it is still in service, with ``FinishReason.ABORT``."""
+        request = self._by_request.get(request_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT)
+
+    def abort_all(self) -> None:
+        """End every request with ``FinishReason.ABORT``."""
+        for request in list(self._by_request.values()):
+            self._finish(request, FinishReason.ABORT)
+
+    def fail_all(self, message: str) -> None:
+        """End every request with ``FinishReason.ERROR``."""
+        for request in list(self._by_request.values()):
+            self._finish(request, FinishReason.ERROR, error=message)
+
+    def step(self) -> StepOutcome:
+        """Take in what was received, plan, compute, publish, answer."""
+        self._take_results()
+        plan = self.scheduler.schedule()
+        self.counters.num_preemptions += plan.num_preempted
+        self._tell_connector(plan)
+        if not plan.chunks:
+            return StepOutcome.SHORT_OF_BLOCKS if plan.is_short_of_blocks else StepOutcome.IDLE
+        try:
+            logits = self._forward(plan.chunks)
+        except Exception as error:  # noqa: BLE001 - whatever it was, its requests must end
+            self._fail_step(plan, error)
+            return StepOutcome.WORKED
+        self.counters.num_steps += 1
+        self.counters.num_computed_tokens += sum(chunk.count for chunk in plan.chunks)
+        self.scheduler.note_step_done(plan.chunks)
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        ended_s = self._clock.monotonic_s()
+        for request, scores in zip(sampling, logits, strict=True):
+            self._answer(request, scores, ended_s)
+        return StepOutcome.WORKED
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _tell_connector(self, plan: StepPlan) -> None:
+        if self._connector is None:
+            return
+        for start in plan.receives:
+            transfer = _transfer(start.request, Role.DECODE)
+            self._by_transfer[transfer.transfer_id] = start.request
+            self._connector.receive(transfer.transfer_id, start.blocks, start.first_block)
+        for request in plan.not_needed:
+            transfer_id = _transfer(request, Role.DECODE).transfer_id
+            self._connector.end_receive(transfer_id, needed=False)
+
+    def _take_results(self) -> None:
+        if self._connector is None:
+            return
+        for result in self._connector.take_results():
+            request = self._by_transfer.pop(result.transfer_id, None)
+            if request is not None and request.phase is Phase.RECEIVING:
+                self._note_result(request, result)
+
+    def _note_result(self, request: LiveRequest, result: ReceiveResult) -> None:
+        request.receive_outcome = result.outcome.value
+        request.transport = result.transport
+        if result.outcome is not ReceiveOutcome.RECEIVED:
+            logger.info("receive %s: %s %s", result.transfer_id, result.outcome, result.detail)
+            self.scheduler.note_receive_failed(request)
+            return
+        request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
+        request.num_received_bytes = result.num_bytes
+        request.num_received_tokens = request.num_prompt_tokens - request.num_cached_tokens
+        # Without a handed-over token, the last prompt token is computed again for its logits.
+        num_usable = min(request.num_prompt_tokens, len(request.token_ids) - 1)
+        self.scheduler.note_received(request, num_usable)
+
+    # -- answering ----------------------------------------------------------------------------
+
+    def _answer(self, request: LiveRequest, scores: Scores, ended_s: float) -> None:
+        """Sample one token of ``request`` and send it."""
+        if request.num_output_tokens == 0:
+            request.prefill_end_s = ended_s
+            request.first_token_s = ended_s
+        token_id, logprob = choose_token(request, scores)
+        request.token_ids.append(token_id)
+        self.counters.num_generated_tokens += 1
+        reason = finish_reason(request)
+        transfer = request.transfer_as(Role.PREFILL)
+        if transfer is not None:
+            self._answer_prefill(request, transfer, logprob)
+        elif reason is not None:
+            self._finish(request, reason, token_id=token_id, logprob=logprob)
+        else:
+            self._send(
+                request,
+                TokenOutput(
+                    request_id=request.request.request_id, token_id=token_id, logprob=logprob
+                ),
+            )
+
+    def _answer_prefill(
+        self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None
+    ) -> None:
+        """The prompt's KV is complete: offer it, and end with what the decode leg needs."""
+        token_id = request.token_ids[-1]
+        reason = FinishReason.STOP if token_id in request.stop_token_ids else FinishReason.LENGTH
+        try:
+            handoff = self._sender.offer(request, transfer, logprob)
+        except FerryError as error:
+            self._finish(request, FinishReason.ERROR, error=str(error))
+            return
+        self._finish(request, reason, token_id=token_id, logprob=logprob, handoff=handoff)
+
+    def _finish(  # noqa: PLR0913 - all but two are the output's optional fields
+        self,
+        request: LiveRequest,
+        reason: FinishReason,
+        *,
+        token_id: int | None = None,
+        logprob: TokenLogprob | None = None,
+        handoff: KvTransferParams | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End ``request``: drop its blocks, let the peer go, send the last output."""
+        transfer = request.transfer_as(Role.DECODE)
+        if transfer is not None and self._connector is not None:
+            self._by_transfer.pop(transfer.transfer_id, None)
+            self._connector.end_receive(transfer.transfer_id, needed=False)
+        self.scheduler.remove(request)
+        request_id = request.request.request_id
+        del self._by_request[request_id]
+        self.on_finished(request_id)
+        stopped_by = token_id if reason is FinishReason.STOP else None
+        self._send(
+            request,
+            TokenOutput(
+                request_id=request_id,
+                token_id=token_id,
+                logprob=logprob,
+                finish_reason=reason,
+                stop_token_id=stopped_by,
+                error=error,
+                handoff=handoff,
+                report=request.report(),
+            ),
+        )
+
+    def _send(self, request: LiveRequest, output: TokenOutput) -> None:
+        try:
+            request.on_output(output)
+        except Exception:  # one client's callback must not end the others' requests
+            logger.exception("the output callback of request %s failed", output.request_id)
+            if output.finish_reason is None:
+                self._finish(request, FinishReason.ABORT)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """End the requests whose KV is now in doubt; none of their new blocks was published."""
+        logger.exception("a step failed")
+        self.counters.num_failed_steps += 1
+        for chunk in plan.chunks:
+            message = f"the engine failed while it computed this request: {error}; try it again"
+            self._finish(chunk.request, FinishReason.ERROR, error=message)
+
+
+def choose_token(request: LiveRequest, scores: Scores) -> tuple[int, TokenLogprob | None]:
+    """Return the next token of ``request``, and its log probability where asked for."""
+    params: SamplingParams = request.request.sampling
+    too_early = request.num_output_tokens < params.min_tokens
+    point = SamplingPoint(
+        seed=request.seed,
+        prompt_token_ids=request.request.prompt_token_ids,
+        output_token_ids=request.token_ids[request.num_prompt_tokens :],
+        suppressed_token_ids=request.stop_token_ids if too_early else (),
+    )
+    token_id = sample_token(scores, params, point)
+    if params.logprobs is None:
+        return token_id, None
+    return token_id, token_logprob(scores, token_id, params.logprobs)
+
+
+def finish_reason(request: LiveRequest) -> FinishReason | None:
+    """Return why ``request`` ends with its last token, if it does."""
+    if request.token_ids[-1] in request.stop_token_ids:
+        return FinishReason.STOP
+    if len(request.token_ids) >= request.max_total_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def _transfer(request: LiveRequest, role: Role) -> KvTransferParams:
+    transfer = request.transfer_as(role)
+    if transfer is None:
+        raise AssertionError(f"request {request.request.request_id} has no role {role}")
+    return transfer

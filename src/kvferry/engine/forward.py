@@ -1,0 +1,143 @@
+"""One forward pass: chunks of several sequences in, one row of logits per sampling chunk out.
+
+Owns the way from block tables to the tensors that attention needs. Knows no queue and no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.engine.attention import ChunkSegment, DecodeGroup, PagedBatch
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
+from kvferry.engine.scheduler import Chunk
+
+Logits = npt.NDArray[np.float32]
+
+# Sequences share one padded decode product while the shortest has this share of the longest.
+_MIN_FILL = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A chunk and its rank in the caller's list."""
+
+    rank: int
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.chunk.start + self.chunk.count
+
+
+class ModelForward:
+    """Runs a model over a paged cache. Called from one thread at a time."""
+
+    def __init__(self, model: LoadedModel, cache: PagedCache) -> None:
+        self._model = model
+        self._cache = cache
+        halves = np.arange(cache.shape.num_layers * KEY_AND_VALUE, dtype=np.int64)
+        self._halves = halves.reshape(cache.shape.num_layers, KEY_AND_VALUE, 1)
+
+    def __call__(self, chunks: Sequence[Chunk]) -> Logits:
+        """Compute ``chunks``; return logits ``[sampling chunks, vocabulary]`` in their order.
+
+        When it returns, the KV of every token of ``chunks`` is in the pool.
+        """
+        rows = [_Row(rank, chunk) for rank, chunk in enumerate(chunks)]
+        singles = sorted((r for r in rows if r.chunk.count == 1), key=lambda r: -r.end)
+        longer = [r for r in rows if r.chunk.count > 1]
+        ordered = singles + longer
+        batch = self._describe(singles, longer)
+        token_ids = np.concatenate([_token_ids(row.chunk) for row in ordered])
+        positions = np.concatenate([np.arange(r.chunk.start, r.end) for r in ordered])
+        ends = np.cumsum([row.chunk.count for row in ordered]) - 1
+        last = [
+            (row.rank, int(end))
+            for row, end in zip(ordered, ends, strict=True)
+            if row.chunk.samples
+        ]
+        last.sort()
+        logits = self._model.logits(
+            self._to_device(token_ids[None]),
+            self._to_device(positions[None]),
+            self._to_device(np.array([end for _, end in last], dtype=np.int64)),
+            batch,
+        )
+        return logits.float().cpu().numpy()
+
+    def _describe(self, singles: Sequence[_Row], longer: Sequence[_Row]) -> PagedBatch:
+        size = self._cache.shape.block_size_tokens
+        written = []
+        for row in (*singles, *longer):
+            blocks = np.asarray(row.chunk.request.blocks, dtype=np.int64)
+            positions = np.arange(row.chunk.start, row.end)
+            written.append((blocks[positions // size], positions % size))
+        pages = self._page_rows(np.concatenate([blocks for blocks, _ in written]))
+        slots = pages * size + np.concatenate([offsets for _, offsets in written])
+        first = len(singles)
+        segments = []
+        for row in longer:
+            segments.append(self._segment(row, first))
+            first += row.chunk.count
+        return PagedBatch(
+            pages=self._cache.pages,
+            slots=self._cache.slots,
+            write=self._to_device(slots),
+            decodes=self._decode_groups(singles),
+            chunks=tuple(segments),
+        )
+
+    def _segment(self, row: _Row, first_token: int) -> ChunkSegment:
+        past = row.chunk.start
+        gather = self._gather_rows([self._blocks_until(row, past)]) if past else None
+        return ChunkSegment(first_token, row.chunk.count, past, gather)
+
+    def _decode_groups(self, singles: Sequence[_Row]) -> tuple[DecodeGroup, ...]:
+        """Group neighbours of ``singles``, which come longest first."""
+        groups: list[DecodeGroup] = []
+        begin = 0
+        for index in range(1, len(singles) + 1):
+            if index < len(singles) and singles[index].end >= _MIN_FILL * singles[begin].end:
+                continue
+            groups.append(self._decode_group(singles[begin:index], begin))
+            begin = index
+        return tuple(groups)
+
+    def _decode_group(self, rows: Sequence[_Row], first_token: int) -> DecodeGroup:
+        longest = rows[0].end
+        tables = [self._blocks_until(row, row.end) for row in rows]
+        mask = None
+        if rows[-1].end != longest:
+            ends = np.array([row.end for row in rows])
+            mask = self._to_device((np.arange(longest) < ends[:, None])[:, None, None, :])
+        gather = self._gather_rows(tables)
+        return DecodeGroup(first_token, len(rows), longest, gather, mask)
+
+    def _blocks_until(self, row: _Row, num_tokens: int) -> list[int]:
+        num_blocks = -(-num_tokens // self._cache.shape.block_size_tokens)
+        return list(row.chunk.request.blocks[:num_blocks])
+
+    def _gather_rows(self, tables: Sequence[list[int]]) -> torch.Tensor:
+        """Return ``[layers, 2 * sequences * blocks]`` pages; short tables repeat their last."""
+        longest = max(len(table) for table in tables)
+        padded = [[*table, *table[-1:] * (longest - len(table))] for table in tables]
+        pages = self._page_rows(np.array(padded, dtype=np.int64).reshape(-1))
+        return self._to_device(pages.reshape(pages.shape[0], -1))
+
+    def _page_rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return ``[layers, 2, blocks]`` rows of ``PagedCache.pages``."""
+        return blocks * (self._cache.shape.num_layers * KEY_AND_VALUE) + self._halves
+
+    def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+
+def _token_ids(chunk: Chunk) -> npt.NDArray[np.int64]:
+    tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
+    return np.asarray(tokens, dtype=np.int64)

@@ -1,0 +1,118 @@
+"""``LiveRequest``: one request while the engine serves it.
+
+Owns its tokens, its block table and how far its KV has been computed. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry.engine.request import EngineRequest, OutputCallback, RequestReport
+from kvferry.protocol.hashing import next_block_hash
+from kvferry.protocol.ids import BlockHash, BlockNumber
+from kvferry.protocol.params import KvTransferParams, Role
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    """Has no blocks."""
+    RECEIVING = "receiving"
+    """Its blocks are being filled by a peer."""
+    READY = "ready"
+    """Its blocks have been received; waits for a place among the running."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveRequest:
+    """A request in service. Only the engine's thread touches it once it is submitted."""
+
+    request: EngineRequest
+    on_output: OutputCallback
+    arrival: int
+    """Rank by arrival: the youngest has the highest."""
+    arrived_s: float
+    seed: int
+    root: BlockHash
+    stop_token_ids: frozenset[int]
+    """Tokens that end it."""
+    max_total_tokens: int
+    """Prompt and answer."""
+    token_ids: list[int]
+    """Prompt and answer so far."""
+    wants_receive: bool = False
+    """Role decode, and the peer's blocks have not been tried yet."""
+    phase: Phase = Phase.WAITING
+    blocks: list[BlockNumber] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_computed: int = 0
+    """Leading tokens whose KV is in ``blocks``."""
+    num_published: int = 0
+    """Leading blocks that the pool finds by hash, or that came from its cache."""
+
+    prefill_end_s: float | None = None
+    first_token_s: float | None = None
+    kv_ready_s: float | None = None
+    num_cached_tokens: int = 0
+    num_received_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_received_bytes: int = 0
+    transport: str = ""
+    receive_outcome: str = ""
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Length of the answer so far, a handed-over first token included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV has to be computed before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    def transfer_as(self, role: Role) -> KvTransferParams | None:
+        """Return the transfer's parameters if the request has ``role`` in it."""
+        transfer = self.request.transfer
+        return transfer if transfer is not None and transfer.role is role else None
+
+    def hashes_of(self, num_blocks: int, block_size_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the first ``num_blocks`` blocks, which must be full."""
+        while len(self.block_hashes) < num_blocks:
+            start = len(self.block_hashes) * block_size_tokens
+            parent = self.block_hashes[-1] if self.block_hashes else self.root
+            tokens = self.token_ids[start : start + block_size_tokens]
+            self.block_hashes.append(next_block_hash(parent, tokens))
+        return self.block_hashes[:num_blocks]
+
+    def note_computed(self, count: int) -> None:
+        """The KV of the next ``count`` tokens has been computed."""
+        in_prompt = min(self.num_computed + count, self.num_prompt_tokens) - self.num_computed
+        self.num_computed_prompt_tokens += max(0, in_prompt)
+        self.num_computed += count
+
+    def report(self) -> RequestReport:
+        """Return where its time and bytes went so far."""
+        return RequestReport(
+            arrived_s=self.arrived_s,
+            prefill_end_s=self.prefill_end_s,
+            first_token_s=self.first_token_s,
+            kv_ready_s=self.kv_ready_s,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_received_tokens=self.num_received_tokens,
+            num_computed_prompt_tokens=self.num_computed_prompt_tokens,
+            num_received_bytes=self.num_received_bytes,
+            transport=self.transport,
+            receive_outcome=self.receive_outcome,
+            num_preemptions=self.num_preemptions,
+        )

@@ -1,0 +1,234 @@
+"""Load a causal language model from a folder, and refuse what the engine would compute wrongly.
+
+Owns the model object and what is read off its configuration. Knows no block and no request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.engine.attention import ATTENTION_NAME, PagedBatch, register_paged_attention
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.linear import prepack_linears
+from kvferry.engine.paged_cache import CacheShape
+from kvferry.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_WHOLE_FILE_BYTES = 512 * 1024 * 1024
+_SAMPLES_PER_FILE = 256
+_SAMPLE_BYTES = 65_536
+# Fields that say where a model came from or how it is run, not what it computes.
+_IGNORED_CONFIG_FIELDS = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+    | {"_attn_implementation", "attn_implementation", "use_cache", "output_attentions"}
+    | {"output_hidden_states", "return_dict"}
+)
+# Rotary scalings that depend on the longest sequence of a batch.
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for paged forwards."""
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocabulary_size: int
+    max_model_len: int
+    """Most tokens of prompt and answer."""
+    eos_token_ids: frozenset[int]
+    weights_digest: str
+    config_digest: str
+    num_prepacked_linears: int
+
+    def cache_shape(self, block_size_tokens: int) -> CacheShape:
+        """Return the geometry of this model's KV."""
+        return CacheShape(
+            self.num_layers, self.num_kv_heads, self.head_size, block_size_tokens, self.dtype
+        )
+
+    def layout(self, block_size_tokens: int) -> KVLayout:
+        """Return what peers compare before they move blocks."""
+        shape = self.cache_shape(block_size_tokens)
+        return KVLayout(
+            model_name=self.name,
+            weights_digest=self.weights_digest,
+            config_digest=self.config_digest,
+            kv_dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size_tokens=block_size_tokens,
+            block_bytes=shape.block_bytes,
+            attention_backend="kvferry-paged/block-layer-kv-token-head",
+            region_strides=shape.strides_bytes,
+        )
+
+    @torch.inference_mode()
+    def logits(
+        self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, batch: PagedBatch
+    ) -> Tensor:
+        """Run one forward over the flat batch ``token_ids`` and ``positions``, ``[1, tokens]``.
+
+        Returns logits ``[len(last_tokens), vocabulary]`` of the tokens at those indices.
+        """
+        arguments = {"position_ids": positions, "use_cache": False, "paged": batch}
+        if last_tokens.numel() == 0:
+            self.module.base_model(token_ids, **arguments)  # type: ignore[operator]
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return torch.empty(0, self.vocabulary_size)
+        output = self.module(token_ids, logits_to_keep=last_tokens, **arguments)
+        result: Tensor = output.logits[0]
+        return result
+
+
+def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
+    """Load the model in ``folder`` from local safetensors files.
+
+    Raises ``ConfigError`` if the folder cannot be read, or holds a kind of model that the paged
+    attention does not support.
+    """
+    folder = Path(folder)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = _device(config.device)
+    module = _load_module(folder, config.dtype, device)
+    settings: PretrainedConfig = module.config
+    _refuse_unsupported(module, settings)
+    heads = int(settings.num_attention_heads)
+    packed = prepack_linears(module) if config.prepack_linears else 0
+    return LoadedModel(
+        module=module,
+        name=folder.resolve().name,
+        dtype=next(module.parameters()).dtype,
+        device=device,
+        num_layers=int(settings.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=int(getattr(settings, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(settings, "head_dim", None) or settings.hidden_size // heads),
+        vocabulary_size=int(settings.vocab_size),
+        max_model_len=_max_model_len(settings, config.max_model_len),
+        eos_token_ids=_eos_token_ids(module),
+        weights_digest=weights_digest(folder),
+        config_digest=_config_digest(settings),
+        num_prepacked_linears=packed,
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but no CUDA device is available; use 'cpu'")
+    return device
+
+
+def _load_module(folder: Path, dtype: str, device: torch.device) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+    register_paged_attention()
+    try:
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"cannot load the model in {folder}: {error}") from error
+    return module.to(device).eval().requires_grad_(False)
+
+
+def _refuse_unsupported(module: nn.Module, settings: PretrainedConfig) -> None:
+    """Raise ``ConfigError`` naming the first feature that the paged attention lacks."""
+    kind = type(module).__name__
+    layer_types = getattr(settings, "layer_types", None) or ()
+    other_layers = sorted({str(layer_type) for layer_type in layer_types} - {"full_attention"})
+    window = getattr(settings, "sliding_window", None)
+    uses_window = window is not None and getattr(settings, "use_sliding_window", True)
+    rope = getattr(settings, "rope_parameters", None) or {}
+    rope_types = {rope.get("rope_type")} if "rope_type" in rope else set()
+    reasons = {
+        "no causal attention over all layers": not hasattr(settings, "num_attention_heads"),
+        f"layers of type {', '.join(other_layers)}": bool(other_layers),
+        f"a sliding window of {window} tokens": uses_window and not layer_types,
+        "multi-head latent attention": getattr(settings, "kv_lora_rank", None) is not None,
+        "soft-capped attention": bool(getattr(settings, "attn_logit_softcapping", None)),
+        "rotary positions that depend on the batch": bool(rope_types & _BATCH_DEPENDENT_ROPE),
+        "an encoder": bool(getattr(settings, "is_encoder_decoder", False)),
+        "no replaceable attention": not getattr(module, "_supports_attention_backend", False),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"{kind} is not supported: it has {reason}")
+
+
+def _max_model_len(settings: PretrainedConfig, wanted: int | None) -> int:
+    context = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    if wanted is not None and context and wanted > context:
+        raise ConfigError(f"max_model_len is {wanted}, more than the model's context of {context}")
+    if wanted is None and not context:
+        raise ConfigError("the model does not say how long its context is; give max_model_len")
+    return wanted or context
+
+
+def _eos_token_ids(module: nn.Module) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (getattr(module, "generation_config", None), module.config):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or ())
+    return frozenset(found)
+
+
+def _config_digest(settings: PretrainedConfig) -> str:
+    effective = {k: v for k, v in settings.to_dict().items() if k not in _IGNORED_CONFIG_FIELDS}
+    encoded = json.dumps(effective, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of the safetensors files in ``folder``.
+
+    Files up to 512 MiB are read whole; of larger ones the length, the header and evenly spread
+    samples. Raises ``ConfigError`` if there are none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no .safetensors files")
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while part := stream.read(1 << 20):
+                    state.update(part)
+                continue
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            state.update(stream.read(min(header_bytes, 1 << 26)))
+            for index in range(_SAMPLES_PER_FILE):
+                stream.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES_PER_FILE - 1))
+                state.update(stream.read(_SAMPLE_BYTES))
+    return state.hexdigest()

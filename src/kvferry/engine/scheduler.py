@@ -1,0 +1,278 @@
+"""Decide what the next step computes: admit, chunk, preempt.
+
+Pure bookkeeping over the block pool: no tensors, clocks or threads, and nothing here waits. First
+come, first served; a request is admitted only when the blocks of all its tokens are there, and the
+youngest gives its blocks up when a running one needs more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.blocks.pool import BlockPool
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.errors import CapacityError
+from kvferry.protocol.ids import BlockNumber
+
+MakeRoom = Callable[[int], int]
+"""Asks the connector to give up offers worth that many blocks; returns how many were freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the KV of ``count`` tokens from position ``start`` on."""
+
+    request: LiveRequest
+    start: int
+    count: int
+    samples: bool
+    """Whether the chunk ends with the last known token, so that the next one is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveStart:
+    """Have the peer's blocks from position ``first_block`` on put into ``blocks``."""
+
+    request: LiveRequest
+    blocks: tuple[BlockNumber, ...]
+    first_block: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's decisions."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    receives: list[ReceiveStart] = field(default_factory=list)
+    not_needed: list[LiveRequest] = field(default_factory=list)
+    """Requests that compute what they lack: the peer may let go."""
+    num_preempted: int = 0
+    is_short_of_blocks: bool = False
+    """A request waits until somebody gives blocks back."""
+
+
+class Scheduler:
+    """Queues of one engine. Called from the engine's thread only."""
+
+    def __init__(self, pool: BlockPool, config: EngineConfig, make_room: MakeRoom) -> None:
+        self._pool = pool
+        self._make_room = make_room
+        self._block_size_tokens = config.block_size_tokens
+        self._max_running = config.max_num_sequences
+        self._max_step_tokens = config.prefill_chunk_tokens
+        self._recompute_threshold_tokens = config.recompute_threshold_tokens
+        self._prefix_caching = config.prefix_caching
+        self.waiting: deque[LiveRequest] = deque()
+        self.receiving: list[LiveRequest] = []
+        self.ready: deque[LiveRequest] = deque()
+        self.running: list[LiveRequest] = []
+        """Oldest arrival first."""
+
+    def add(self, request: LiveRequest) -> None:
+        """Queue a new request."""
+        self.waiting.append(request)
+
+    def schedule(self) -> StepPlan:
+        """Return the next step's plan; block tables and queues already follow it."""
+        plan = StepPlan()
+        self._promote_ready()
+        budget = self._max_step_tokens
+        for request in list(self.running):
+            if request.num_missing == 1:
+                budget -= self._plan_decode(plan, request)
+        for request in list(self.running):
+            if request.num_missing > 1 and budget > 0:
+                budget -= self._plan_chunk(plan, request, budget)
+        self._admit(plan, budget)
+        return plan
+
+    def note_step_done(self, chunks: Sequence[Chunk]) -> None:
+        """The KV of ``chunks`` is in the pool: count it, and let full blocks be found."""
+        for chunk in chunks:
+            chunk.request.note_computed(chunk.count)
+            self._publish(chunk.request)
+
+    def note_received(self, request: LiveRequest, num_computed: int) -> None:
+        """A receive succeeded: ``num_computed`` leading tokens of ``request`` have their KV."""
+        request.num_computed = num_computed
+        request.phase = Phase.READY
+        self.receiving.remove(request)
+        self._publish(request)
+        self.ready.append(request)
+
+    def note_receive_failed(self, request: LiveRequest) -> None:
+        """A receive failed: give its blocks back and queue it, by arrival, as a plain one."""
+        self.receiving.remove(request)
+        self._requeue(request)
+
+    def remove(self, request: LiveRequest) -> None:
+        """Take ``request`` out, whatever it is doing, and drop its blocks."""
+        match request.phase:
+            case Phase.WAITING:
+                self.waiting.remove(request)
+            case Phase.RECEIVING:
+                self.receiving.remove(request)
+            case Phase.READY:
+                self.ready.remove(request)
+            case Phase.RUNNING:
+                self.running.remove(request)
+            case Phase.FINISHED:
+                return
+        request.phase = Phase.FINISHED
+        self._drop_blocks(request)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks ``num_tokens`` tokens need."""
+        return -(-num_tokens // self._block_size_tokens)
+
+    # -- running ------------------------------------------------------------------------------
+
+    def _promote_ready(self) -> None:
+        while self.ready and len(self.running) < self._max_running:
+            self._start_running(self.ready.popleft())
+
+    def _start_running(self, request: LiveRequest) -> None:
+        request.phase = Phase.RUNNING
+        self.running.append(request)
+        self.running.sort(key=lambda running: running.arrival)
+
+    def _plan_decode(self, plan: StepPlan, request: LiveRequest) -> int:
+        if request.phase is not Phase.RUNNING or not self._extend_table(plan, request):
+            return 0
+        return self._plan_chunk(plan, request, 1)
+
+    def _plan_chunk(self, plan: StepPlan, request: LiveRequest, budget: int) -> int:
+        """Add up to ``budget`` of the tokens that ``request`` lacks; its blocks are there."""
+        count = min(request.num_missing, budget)
+        samples = count == request.num_missing
+        plan.chunks.append(Chunk(request, request.num_computed, count, samples))
+        return count
+
+    def _extend_table(self, plan: StepPlan, request: LiveRequest) -> bool:
+        """Give ``request`` the blocks of all its tokens, taking them from the youngest if need be.
+
+        Requests are planned oldest first, so that the youngest is never in the plan already.
+        """
+        lacking = self.blocks_for(len(request.token_ids)) - len(request.blocks)
+        if lacking <= 0:
+            return True
+        while not self._try_allocate(request, lacking):
+            victim = self.running[-1]
+            if victim is request and len(self.running) == 1 and self._make_room(lacking) > 0:
+                continue
+            self.running.remove(victim)
+            victim.num_preemptions += 1
+            plan.num_preempted += 1
+            self._requeue(victim)
+            if victim is request:
+                plan.is_short_of_blocks = True
+                return False
+        return True
+
+    def _try_allocate(self, request: LiveRequest, count: int) -> bool:
+        try:
+            request.blocks += self._pool.allocate(count)
+        except CapacityError:
+            return False
+        return True
+
+    # -- admission ----------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Admit in order of arrival; stop at the first that lacks blocks, so that none starves."""
+        for request in list(self.waiting):
+            if not self._has_place(request, budget):
+                continue
+            if not self._take_blocks(plan, request):
+                plan.is_short_of_blocks = True
+                return
+            self.waiting.remove(request)
+            if request.wants_receive:
+                request.wants_receive = False
+                request.phase = Phase.RECEIVING
+                self.receiving.append(request)
+                continue
+            self._start_running(request)
+            budget -= self._plan_chunk(plan, request, budget)
+
+    def _has_place(self, request: LiveRequest, budget: int) -> bool:
+        if len(self.running) + len(self.ready) >= self._max_running:
+            return False
+        if request.wants_receive:
+            return len(self.receiving) < self._max_running
+        return budget > 0
+
+    def _take_blocks(self, plan: StepPlan, request: LiveRequest) -> bool:
+        """Give a waiting request cached blocks and new ones for all its tokens, or nothing."""
+        size = self._block_size_tokens
+        cached: list[BlockNumber] = []
+        if self._prefix_caching:
+            # The last token is always computed: its logits are needed.
+            usable = request.hashes_of((len(request.token_ids) - 1) // size, size)
+            cached = self._pool.acquire_cached(usable)
+        num_tokens = len(request.token_ids)
+        receives = self._should_receive(request, len(cached) * size)
+        if receives:
+            num_tokens = request.num_prompt_tokens
+        lacking = self.blocks_for(num_tokens) - len(cached)
+        if not self._has_room(lacking):
+            self._pool.drop(cached)
+            return False
+        request.blocks = list(cached)
+        if not self._try_allocate(request, lacking):
+            self._drop_blocks(request)
+            return False
+        request.num_computed = len(cached) * size
+        request.num_published = len(cached)
+        self._note_admitted(plan, request, receives)
+        return True
+
+    def _should_receive(self, request: LiveRequest, num_cached_tokens: int) -> bool:
+        missing = request.num_prompt_tokens - num_cached_tokens
+        worth_it = missing > 0 and missing >= self._recompute_threshold_tokens
+        return request.wants_receive and worth_it
+
+    def _note_admitted(self, plan: StepPlan, request: LiveRequest, receives: bool) -> None:
+        if request.num_preemptions == 0 and not request.receive_outcome:
+            cached = min(request.num_computed, request.num_prompt_tokens)
+            request.num_cached_tokens = cached
+        if receives:
+            first = request.num_published
+            plan.receives.append(ReceiveStart(request, tuple(request.blocks[first:]), first))
+        elif request.wants_receive:
+            request.wants_receive = False
+            plan.not_needed.append(request)
+
+    def _has_room(self, lacking: int) -> bool:
+        """Whether ``lacking`` blocks are free beside one for each running request's next block."""
+        short = lacking + len(self.running) - self._pool.num_free
+        if short > 0:
+            self._make_room(short)
+            short = lacking + len(self.running) - self._pool.num_free
+        return short <= 0
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def _publish(self, request: LiveRequest) -> None:
+        if not self._prefix_caching:
+            return
+        num_full = request.num_computed // self._block_size_tokens
+        hashes = request.hashes_of(num_full, self._block_size_tokens)
+        for index in range(request.num_published, num_full):
+            self._pool.publish(request.blocks[index], hashes[index])
+        request.num_published = max(request.num_published, num_full)
+
+    def _requeue(self, request: LiveRequest) -> None:
+        self._drop_blocks(request)
+        request.phase = Phase.WAITING
+        older = sum(1 for waiting in self.waiting if waiting.arrival < request.arrival)
+        self.waiting.insert(older, request)
+
+    def _drop_blocks(self, request: LiveRequest) -> None:
+        self._pool.drop(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+        request.num_published = 0
