@@ -1,0 +1,158 @@
+"""``kvferry router``: options to a ``RouterConfig``, and the event loop it runs on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.option(
+    "--prefill",
+    "prefill_urls",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="A prefill instance; repeat for more, or separate with commas.",
+)
+@click.option(
+    "--decode",
+    "decode_urls",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="A decode instance; repeat for more, or separate with commas.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65_535),
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write {url, pid} as JSON here once listening.",
+)
+@click.option(
+    "--cluster-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Sign what instances are told about handoffs with the key in this file.",
+)
+@click.option(
+    "--on-prefill-failure",
+    default="decode",
+    show_default=True,
+    type=click.Choice(["decode", "error"]),
+    help="When no prefill instance can: let decode do it all, or answer an error.",
+)
+@click.option(
+    "--request-timeout-s",
+    default=600.0,
+    show_default=True,
+    type=_SECONDS,
+    help="Bound of a whole request, stream included.",
+)
+@click.option(
+    "--prefill-timeout-s",
+    default=120.0,
+    show_default=True,
+    type=_SECONDS,
+    help="Bound of a prefill leg, and of the wait for a stream's first byte.",
+)
+@click.option(
+    "--connect-timeout-s",
+    default=5.0,
+    show_default=True,
+    type=_SECONDS,
+    help="Bound of connecting to an instance.",
+)
+@click.option(
+    "--health-interval-s",
+    default=2.0,
+    show_default=True,
+    type=_SECONDS,
+    help="Time between two probes of an instance.",
+)
+@click.option(
+    "--shutdown-timeout-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="How long running requests may go on after a signal to stop.",
+)
+@click.option(
+    "--max-inflight",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests at once; more are answered 429.",
+)
+@click.option(
+    "--max-body-bytes",
+    default=32 * 1024 * 1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Largest request body; a larger one is answered 413.",
+)
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="What is logged.",
+)
+def router(
+    *,
+    prefill_urls: tuple[str, ...],
+    decode_urls: tuple[str, ...],
+    host: str,
+    port: int,
+    ready_file: Path | None,
+    cluster_key_file: Path | None,
+    on_prefill_failure: str,
+    request_timeout_s: float,
+    prefill_timeout_s: float,
+    connect_timeout_s: float,
+    health_interval_s: float,
+    shutdown_timeout_s: float,
+    max_inflight: int,
+    max_body_bytes: int,
+    log_level: str,
+) -> None:
+    """Route OpenAI requests over prefill and decode instances, until a signal to stop."""
+    import uvloop
+
+    from kvferry.observe.log import configure_logging
+    from kvferry.protocol.signing import load_cluster_key
+    from kvferry.router.config import OnPrefillFailure, RouterConfig
+    from kvferry.router.service import serve
+
+    config = RouterConfig(
+        prefill_urls=_split(prefill_urls),
+        decode_urls=_split(decode_urls),
+        host=host,
+        port=port,
+        cluster_key=load_cluster_key(cluster_key_file, os.environ),
+        on_prefill_failure=OnPrefillFailure(on_prefill_failure),
+        request_timeout_s=request_timeout_s,
+        prefill_timeout_s=prefill_timeout_s,
+        connect_timeout_s=connect_timeout_s,
+        health_interval_s=health_interval_s,
+        shutdown_timeout_s=shutdown_timeout_s,
+        max_inflight=max_inflight,
+        max_body_bytes=max_body_bytes,
+    )
+    configure_logging(log_level, stream=sys.stderr, instance_id="router")
+    uvloop.run(serve(config, ready_file))
+
+
+def _split(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(url for value in values for url in value.split(",") if url.strip())

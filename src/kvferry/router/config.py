@@ -1,0 +1,91 @@
+"""The router's options, checked once at the start. Knows no socket and no environment."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError
+
+
+class OnPrefillFailure(enum.StrEnum):
+    """What happens when no prefill instance could do its part."""
+
+    ERROR = "error"
+    """The client gets an error."""
+    DECODE = "decode"
+    """A decode instance computes the prompt itself; counted as ``fallback_decode_only``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Options of one router. Raises ``ConfigError`` when one is wrong."""
+
+    prefill_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    cluster_key: bytes | None = None
+    """Signs the legs that carry transfer parameters; None leaves them unsigned."""
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.DECODE
+    request_timeout_s: float = 600.0
+    """Bound of a whole request, its stream included."""
+    prefill_timeout_s: float = 120.0
+    """Bound of a prefill leg, and of the wait for the first byte of a streamed decode leg."""
+    connect_timeout_s: float = 5.0
+    cancel_timeout_s: float = 5.0
+    """Bound of telling the instances that a handoff has ended."""
+    health_interval_s: float = 2.0
+    health_timeout_s: float = 2.0
+    shutdown_timeout_s: float = 30.0
+    """How long running requests may go on after the router was told to stop."""
+    max_inflight: int = 1024
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_answer_bytes: int = 64 * 1024 * 1024
+    """Largest answer that is not a stream; a larger one is an error."""
+
+    def __post_init__(self) -> None:
+        for option, urls in (("prefill", self.prefill_urls), ("decode", self.decode_urls)):
+            if not urls:
+                raise ConfigError(f"--{option} is missing: give at least one instance's URL")
+            object.__setattr__(self, f"{option}_urls", tuple(map(normalise_url, urls)))
+        for option in (
+            "request_timeout_s",
+            "prefill_timeout_s",
+            "connect_timeout_s",
+            "cancel_timeout_s",
+            "health_interval_s",
+            "health_timeout_s",
+            "max_inflight",
+            "max_body_bytes",
+            "max_answer_bytes",
+        ):
+            if not getattr(self, option) > 0:
+                raise ConfigError(f"--{option.replace('_', '-')} must be greater than 0")
+        if self.shutdown_timeout_s < 0:
+            raise ConfigError("--shutdown-timeout-s must not be negative")
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+
+
+def normalise_url(text: str) -> str:
+    """Return an instance's base URL without a trailing slash.
+
+    Raises ``ConfigError`` for anything but ``http(s)://host[:port][/path]``.
+    """
+    wrong = f"instance URL {text!r} is not of the form http://host:port"
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{wrong}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(wrong)
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{wrong}: no user, query or fragment is allowed")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return (
+        f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
+    )

@@ -1,0 +1,34 @@
+"""Which instances may take a leg at all: pure functions from candidates to candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvferry.router.fleet import Health, InstanceView
+
+Filter = Callable[[Sequence[InstanceView]], Sequence[InstanceView]]
+
+
+def usable(candidates: Sequence[InstanceView]) -> list[InstanceView]:
+    """Keep those that answer and are not draining.
+
+    Suspect instances count only where there is no healthy one: a single reset connection must not
+    empty a fleet.
+    """
+    serving = [view for view in candidates if not view.is_draining]
+    healthy = [view for view in serving if view.health is Health.HEALTHY]
+    return healthy or [view for view in serving if view.health is Health.SUSPECT]
+
+
+def excluding(urls: Collection[str]) -> Filter:
+    """Return a filter that drops the instances in ``urls``: those that failed this request."""
+    return lambda candidates: [view for view in candidates if view.url not in urls]
+
+
+def apply_filters(
+    candidates: Sequence[InstanceView], filters: Sequence[Filter]
+) -> Sequence[InstanceView]:
+    """Return what passes all ``filters``, in order."""
+    for each in filters:
+        candidates = each(candidates)
+    return candidates

@@ -1,0 +1,174 @@
+"""The configured instances: their health, and how many legs each has in flight.
+
+Owns the mutable state, on the event loop's thread only; policies see immutable snapshots. Knows no
+HTTP: whoever talks to an instance reports what it saw.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.params import Role
+
+
+class Health(enum.StrEnum):
+    """What the router last learnt of an instance."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet; gets nothing."""
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """Was healthy, then a connection failed or a probe was slow: used when nothing better is."""
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """One instance in one role, at one moment. ``url`` names it."""
+
+    url: str
+    role: Role
+    health: Health
+    is_draining: bool
+    num_inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """All instances at one moment; ``turn`` counts choices made, for round robin."""
+
+    prefill: tuple[InstanceView, ...]
+    decode: tuple[InstanceView, ...]
+    prefill_turn: int = 0
+    decode_turn: int = 0
+
+    def of(self, role: Role) -> tuple[InstanceView, ...]:
+        """Return the instances that take ``role``."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def turn(self, role: Role) -> int:
+        """Return how many choices have been made for ``role``."""
+        return self.prefill_turn if role is Role.PREFILL else self.decode_turn
+
+
+@dataclass(slots=True)
+class _Instance:
+    url: str
+    health: Health = Health.UNKNOWN
+    is_draining: bool = False
+    detail: str = "not probed yet"
+    num_inflight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+
+
+class InflightTicket:
+    """Counts one leg on one instance until ``close``; closing again does nothing."""
+
+    __slots__ = ("_instance", "_is_open", "_role")
+
+    def __init__(self, instance: _Instance, role: Role) -> None:
+        self._instance = instance
+        self._role = role
+        self._is_open = True
+        instance.num_inflight[role] += 1
+
+    def close(self) -> None:
+        """Stop counting."""
+        if self._is_open:
+            self._is_open = False
+            self._instance.num_inflight[self._role] -= 1
+
+    def __enter__(self) -> InflightTicket:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Fleet:
+    """The instances of one router; a URL in both roles is one instance with one health."""
+
+    def __init__(self, prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> None:
+        self._instances = {url: _Instance(url) for url in (*prefill_urls, *decode_urls)}
+        self._urls = {
+            Role.PREFILL: tuple(dict.fromkeys(prefill_urls)),
+            Role.DECODE: tuple(dict.fromkeys(decode_urls)),
+        }
+        self._turns = dict.fromkeys(Role, 0)
+        self._on_suspect: Callable[[str], None] = lambda url: None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Every instance once, in the order of the configuration."""
+        return tuple(self._instances)
+
+    def on_suspect(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback`` called with the URL of an instance that has become suspect."""
+        self._on_suspect = callback
+
+    def snapshot(self) -> FleetSnapshot:
+        """Return how all instances stand now."""
+        return FleetSnapshot(
+            self._views(Role.PREFILL),
+            self._views(Role.DECODE),
+            self._turns[Role.PREFILL],
+            self._turns[Role.DECODE],
+        )
+
+    def _views(self, role: Role) -> tuple[InstanceView, ...]:
+        instances = [self._instances[url] for url in self._urls[role]]
+        return tuple(
+            InstanceView(
+                instance.url,
+                role,
+                instance.health,
+                instance.is_draining,
+                instance.num_inflight[role],
+            )
+            for instance in instances
+        )
+
+    def open_ticket(self, url: str, role: Role) -> InflightTicket:
+        """Count one more leg on ``url`` and move the role's turn on."""
+        self._turns[role] += 1
+        return InflightTicket(self._find(url), role)
+
+    def set_health(self, url: str, health: Health, detail: str = "") -> None:
+        """Record what a probe found; ``detail`` is for people."""
+        instance = self._find(url)
+        instance.health = health
+        instance.detail = detail
+
+    def report_connection_failure(self, url: str, detail: str) -> None:
+        """A request could not reach ``url``, or its connection broke: have it probed at once."""
+        instance = self._find(url)
+        if instance.health is Health.HEALTHY:
+            instance.health = Health.SUSPECT
+            instance.detail = detail
+            self._on_suspect(url)
+
+    def set_draining(self, url: str, is_draining: bool) -> None:
+        """A draining instance finishes what it has and gets nothing new."""
+        self._find(url).is_draining = is_draining
+
+    def detail(self, url: str) -> str:
+        """Return why ``url`` has the health it has, for people."""
+        return self._find(url).detail
+
+    def health(self, url: str) -> Health:
+        """Return the health of ``url``."""
+        return self._find(url).health
+
+    def _find(self, url: str) -> _Instance:
+        instance = self._instances.get(url)
+        if instance is None:
+            raise LocalProtocolError(f"{url} is not a configured instance")
+        return instance

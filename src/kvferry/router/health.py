@@ -1,0 +1,87 @@
+"""Probes instances: each interval, and at once when one has become suspect.
+
+Owns one task an instance. What a probe found is recorded in the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from multidict import CIMultiDict
+
+from kvferry.observe.log import get_logger
+from kvferry.router.fleet import Fleet, Health
+from kvferry.router.upstream import LegFailedError, Upstream
+
+_log = get_logger(__name__)
+
+
+class HealthMonitor:
+    """Keeps the health of every instance of ``fleet`` up to date between start and stop."""
+
+    def __init__(
+        self, fleet: Fleet, upstream: Upstream, *, interval_s: float, timeout_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._upstream = upstream
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._wanted = {url: asyncio.Event() for url in fleet.urls}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Probe all once, which takes up to the probe's timeout, then keep probing."""
+        self._fleet.on_suspect(self.probe_soon)
+        await asyncio.gather(*(self.probe(url) for url in self._fleet.urls))
+        self._tasks = [asyncio.create_task(self._watch(url)) for url in self._fleet.urls]
+
+    async def stop(self) -> None:
+        """Stop probing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    def probe_soon(self, url: str) -> None:
+        """Have ``url`` probed at once rather than at the end of the interval."""
+        self._wanted[url].set()
+
+    async def _watch(self, url: str) -> None:
+        wanted = self._wanted[url]
+        while True:
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await wanted.wait()
+            except TimeoutError:
+                pass  # The usual case: the interval has passed.
+            wanted.clear()
+            await self.probe(url)
+
+    async def probe(self, url: str) -> None:
+        """Ask ``GET /health`` once and record the answer.
+
+        An instance that refuses or answers anything but 200 is down. One that is merely slow is
+        suspect first and down the second time: a busy engine may be late once.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._upstream.get(url, "/health", CIMultiDict())
+        except TimeoutError:
+            before = self._fleet.health(url)
+            after = Health.SUSPECT if before is Health.HEALTHY else Health.DOWN
+            self._record(url, after, f"no answer to a probe within {self._timeout_s:g} s")
+        except LegFailedError as error:
+            self._record(url, Health.DOWN, str(error))
+        else:
+            healthy = answer.status == 200
+            detail = "" if healthy else f"a probe was answered {answer.status}"
+            self._record(url, Health.HEALTHY if healthy else Health.DOWN, detail)
+
+    def _record(self, url: str, health: Health, detail: str) -> None:
+        before = self._fleet.health(url)
+        self._fleet.set_health(url, health, detail)
+        if before is not health:
+            _log.info(
+                "an instance's health has changed",
+                extra={"fields": {"instance": url, "health": health.value, "detail": detail}},
+            )

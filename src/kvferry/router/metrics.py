@@ -1,0 +1,114 @@
+"""What the router counts: the ``observe`` group of routers, and the figures of its own steps.
+
+Labels hold only configured or enumerated values, never anything from a client.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvferry.observe.metrics import CONTENT_TYPE, Metrics
+from kvferry.protocol.params import Role
+from kvferry.router.context import Outcome
+from kvferry.router.decider import PlainReason
+from kvferry.router.fleet import Fleet, Health
+
+__all__ = ["CONTENT_TYPE", "RouterFigures"]
+
+_STEP_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+_GONE_WHEN = {
+    Outcome.CLIENT_GONE_BEFORE_PREFILL_DONE: "before_prefill_done",
+    Outcome.CLIENT_GONE_AFTER_PREFILL: "after_prefill",
+    Outcome.CLIENT_GONE_STREAMING: "streaming",
+}
+
+
+class RouterFigures:
+    """All metrics of one router, their label values bound once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._group = metrics.router
+        self.requests = {outcome: self._group.requests.labels(outcome.value) for outcome in Outcome}
+        self.client_gone = {
+            outcome: self._group.client_gone.labels(when) for outcome, when in _GONE_WHEN.items()
+        }
+        self.leg_seconds = {role: self._group.leg_s.labels(role.value) for role in Role}
+        self._declare_legs(metrics.registry)
+        self._declare_times(metrics.registry)
+
+    def _declare_legs(self, registry: CollectorRegistry) -> None:
+        plain = Counter(
+            "kvferry_router_plain_decodes",
+            "Requests run on a decode instance alone, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.plain_decodes = {reason: plain.labels(reason.value) for reason in PlainReason}
+        retries = Counter(
+            "kvferry_router_leg_retries",
+            "Legs sent again to another instance",
+            ["leg"],
+            registry=registry,
+        )
+        self.leg_retries = {role: retries.labels(role.value) for role in Role}
+        self._legs_failed = Counter(
+            "kvferry_router_legs_failed",
+            "Legs that an instance failed, by cause",
+            ["instance", "leg", "cause"],
+            registry=registry,
+        )
+        cancels = Counter(
+            "kvferry_router_transfer_cancels",
+            "Handoffs that an instance was to be told to end (result: told, unreachable)",
+            ["result"],
+            registry=registry,
+        )
+        self.cancels_told = cancels.labels("told")
+        self.cancels_unreachable = cancels.labels("unreachable")
+
+    def _declare_times(self, registry: CollectorRegistry) -> None:
+        self._step_s = Histogram(
+            "kvferry_router_step_seconds",
+            "How long each step of a request took",
+            ["step"],
+            buckets=_STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_byte_s = Histogram(
+            "kvferry_router_time_to_first_byte_seconds",
+            "From a request's arrival to the first byte of its answer",
+            buckets=_STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self._instance_inflight = Gauge(
+            "kvferry_router_instance_inflight",
+            "Legs in flight on an instance",
+            ["instance", "role"],
+            registry=registry,
+        )
+        self._steps: dict[str, Histogram] = {}
+
+    def leg_failed(self, url: str, role: Role, cause: str) -> None:
+        """Count a leg that ``url`` failed; ``cause`` is one of an enumeration."""
+        self._legs_failed.labels(url, role.value, cause).inc()
+
+    def observe_step(self, step: str, seconds: float) -> None:
+        """Record the duration of a named step."""
+        bound = self._steps.get(step)
+        if bound is None:
+            bound = self._steps[step] = self._step_s.labels(step)
+        bound.observe(seconds)
+
+    def render(self, fleet: Fleet, num_inflight: int) -> bytes:
+        """Return all metrics as Prometheus' text; gauges are taken from ``fleet`` now."""
+        self._group.inflight.set(num_inflight)
+        snapshot = fleet.snapshot()
+        for view in (*snapshot.prefill, *snapshot.decode):
+            healthy = 1 if view.health is Health.HEALTHY else 0
+            self._group.instance_healthy.labels(view.url, view.role.value).set(healthy)
+            self._instance_inflight.labels(view.url, view.role.value).set(view.num_inflight)
+        return self._metrics.render()

@@ -1,0 +1,60 @@
+"""Passes an instance's stream on to the client, bytes as they come, and ends it properly.
+
+Parses nothing. Knows neither where the bytes come from nor why a stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from kvferry.router.answers import ErrorAnswer
+
+EVENT_STREAM = "text/event-stream"
+_END_TIMEOUT_S = 1.0
+
+
+def is_event_stream(headers: Mapping[str, str]) -> bool:
+    """Whether an answer with these headers is a stream of server-sent events."""
+    content_type: str = headers.get("Content-Type", "")
+    return content_type.partition(";")[0].strip().lower() == EVENT_STREAM
+
+
+def client_is_gone(request: web.BaseRequest) -> bool:
+    """Whether the client's connection has ended."""
+    transport = request.transport
+    return transport is None or transport.is_closing()
+
+
+async def forward_stream(
+    first: bytes, read_some: Callable[[], Awaitable[bytes]], stream: web.StreamResponse
+) -> None:
+    """Write ``first``, then all that ``read_some`` gives until it gives nothing.
+
+    Waits while the client reads slowly. Raises what ``read_some`` raises, and
+    ``ConnectionResetError`` when the client is gone.
+    """
+    chunk = first
+    while chunk:
+        await stream.write(chunk)
+        chunk = await read_some()
+    await stream.write_eof()
+
+
+async def end_stream_with_error(
+    request: web.BaseRequest, stream: web.StreamResponse, error: ErrorAnswer
+) -> None:
+    """End a stream that has begun with an event that says what went wrong.
+
+    A client that does not take it within a second is cut off.
+    """
+    try:
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            # The blank line ends an event of which only a part has come.
+            await stream.write(b"\n\n" + error.as_event())
+            await stream.write_eof()
+    except (TimeoutError, ConnectionError):
+        if request.transport is not None:
+            request.transport.abort()

@@ -1,0 +1,181 @@
+"""HTTP to the instances: one leg at a time, every failure mapped to ``LegFailedError``.
+
+Only configured URLs are ever asked, and no redirect is followed. Knows no policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from kvferry.errors import PeerUnreachableError
+
+# Shorter than the 5 s after which common servers close an idle connection, so that a leg is not
+# sent into one that is just being closed.
+_KEEP_ALIVE_S = 4.0
+_LARGE_BODY_BYTES = 1024 * 1024
+_MAX_ERROR_ANSWER_BYTES = 1024 * 1024
+
+
+class LegFailure(enum.StrEnum):
+    """Why a leg failed."""
+
+    UNREACHABLE = "unreachable"
+    """No connection could be made; nothing was sent."""
+    BROKEN = "broken"
+    """The connection ended before the answer did."""
+    TIMEOUT = "timeout"
+    ENGINE_ERROR = "engine_error"
+    """The engine answered with a 5xx, or with something that no engine should."""
+    OVERLOADED = "overloaded"
+    """The engine answered 429: it is well, and full."""
+    TOO_LARGE = "too_large"
+
+    @property
+    def doubts_instance(self) -> bool:
+        """Whether the instance should be probed before it gets more."""
+        return self in (LegFailure.UNREACHABLE, LegFailure.BROKEN, LegFailure.TIMEOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class LegAnswer:
+    """A whole answer of an engine, its body as it came."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class LegFailedError(PeerUnreachableError):
+    """A leg failed; ``answer`` is what the engine said, where it said anything."""
+
+    def __init__(self, cause: LegFailure, detail: str, answer: LegAnswer | None = None) -> None:
+        super().__init__(detail)
+        self.cause = cause
+        self.answer = answer
+
+
+class Upstream:
+    """The connections to all instances. To be made on the event loop, and closed."""
+
+    def __init__(self, *, connect_timeout_s: float, max_answer_bytes: int) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept"),
+        )
+        self._max_answer_bytes = max_answer_bytes
+        self._urls: dict[tuple[str, str], URL] = {}
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    def _url(self, base: str, path: str) -> URL:
+        url = self._urls.get((base, path))
+        if url is None:
+            url = self._urls[base, path] = URL(base + path)
+        return url
+
+    async def post(
+        self, base: str, path: str, body: bytes, headers: CIMultiDict[str]
+    ) -> aiohttp.ClientResponse:
+        """Send ``body`` and return the answer once its headers are there; close it when done.
+
+        Raises ``LegFailedError``.
+        """
+        data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
+        try:
+            return await self._session.post(
+                self._url(base, path), data=data, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _mapped(error) from error
+
+    async def read_some(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the next bytes as they come, empty at the end. Raises ``LegFailedError``."""
+        try:
+            return await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _mapped(error) from error
+
+    async def read_all(self, response: aiohttp.ClientResponse) -> LegAnswer:
+        """Return the whole answer. Raises ``LegFailedError``, also for one beyond the limit."""
+        is_error = response.status >= 400
+        limit = _MAX_ERROR_ANSWER_BYTES if is_error else self._max_answer_bytes
+        chunks: list[bytes] = []
+        size = 0
+        while chunk := await self.read_some(response):
+            size += len(chunk)
+            if size > limit:
+                raise LegFailedError(LegFailure.TOO_LARGE, f"its answer exceeds {limit} bytes")
+            chunks.append(chunk)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return LegAnswer(response.status, response.headers, body)
+
+    async def get(self, base: str, path: str, headers: CIMultiDict[str]) -> LegAnswer:
+        """Return the whole answer to a GET. Raises ``LegFailedError``."""
+        return await self._ask("GET", self._url(base, path), headers)
+
+    async def delete(self, base: str, path: str, headers: CIMultiDict[str]) -> LegAnswer:
+        """Return the whole answer to a DELETE. Raises ``LegFailedError``."""
+        return await self._ask("DELETE", URL(base + path), headers)
+
+    async def _ask(self, method: str, url: URL, headers: CIMultiDict[str]) -> LegAnswer:
+        try:
+            response = await self._session.request(
+                method, url, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _mapped(error) from error
+        with closing_leg(response):
+            return await self.read_all(response)
+
+
+class closing_leg:
+    """Ends a leg at the end of the block.
+
+    The connection is closed unless the answer was read whole, so that the instance notices.
+    """
+
+    __slots__ = ("_response",)
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    def __enter__(self) -> aiohttp.ClientResponse:
+        return self._response
+
+    def __exit__(self, *exception: object) -> None:
+        # Closing does nothing to a connection that went back to the pool at the answer's end.
+        self._response.close()
+
+
+def require_well(answer: LegAnswer) -> LegAnswer:
+    """Return ``answer`` if it is a success or the client's own fault.
+
+    Raises ``LegFailedError`` when another instance may do better.
+    """
+    if answer.status == 429:
+        raise LegFailedError(LegFailure.OVERLOADED, "it answered 429", answer)
+    if 200 <= answer.status < 300 or 400 <= answer.status < 500:
+        return answer
+    shown = answer if answer.status >= 500 else None
+    raise LegFailedError(LegFailure.ENGINE_ERROR, f"it answered {answer.status}", shown)
+
+
+def _mapped(error: Exception) -> LegFailedError:
+    """The one table of foreign errors: what aiohttp and the socket raise, as causes."""
+    # A timeout of the whole leg is raised by whoever set it; what arrives here is connecting.
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError | asyncio.TimeoutError):
+        return LegFailedError(LegFailure.UNREACHABLE, str(error) or "connecting took too long")
+    return LegFailedError(LegFailure.BROKEN, str(error) or type(error).__name__)
