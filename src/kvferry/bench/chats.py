@@ -1,0 +1,121 @@
+"""Chats of growing length through a router, each compared with one plain instance.
+
+Owns what is asked and what counts as right; prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.bench.client import CompletionClient, StreamedAnswer
+from kvferry.errors import MeasurementError
+
+_SHIPS = ("Aurora", "Borealis", "Calypso", "Dorado", "Electra")
+_TOWNS = ("Bergen", "Cork", "Dover", "Esbjerg", "Gdansk", "Hull", "Izmir")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlan:
+    """Which chats: ``notes[i]`` lines of logbook before the question of chat i."""
+
+    notes: tuple[int, ...] = (0, 8, 24, 80)
+    max_tokens: int = 24
+    least_longest_tokens: int = 2001
+    """The longest prompt must have this many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRow:
+    """One chat through the router. Durations in seconds."""
+
+    num_prompt_tokens: int
+    ttft_s: float
+    second_gap_s: float
+    num_received_bytes: int
+    transport: str
+    outcome: str
+    is_same: bool
+    """Whether one plain instance gave the same tokens."""
+    text: str
+
+    def complaint(self) -> str | None:
+        """What is wrong with this chat, if anything."""
+        if not self.is_same:
+            return f"{self.num_prompt_tokens} prompt tokens: one plain instance gave other tokens"
+        if self.num_received_bytes == 0:
+            return f"{self.num_prompt_tokens} prompt tokens: no KV was moved: {self.outcome or '-'}"
+        return None
+
+
+def chat_messages(num_notes: int) -> list[dict[str, str]]:
+    """Return a chat whose prompt has ``num_notes`` lines of a ferry's logbook."""
+    lines = [
+        f"Entry {number}: the {_SHIPS[number % 5]} left {_TOWNS[number % 7]} "
+        f"at {number % 24:02d}:{number * 7 % 60:02d} with {100 + number * 37 % 400} passengers."
+        for number in range(num_notes)
+    ]
+    question = "In one sentence, what is a ferry for?"
+    if lines:
+        question = "Which ship is named in the first entry, and where did it leave from?"
+    return [
+        {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
+        {"role": "user", "content": "\n".join([*lines, question])},
+    ]
+
+
+async def run_chats(
+    client: CompletionClient,
+    router_url: str,
+    plain_url: str,
+    plan: ChatPlan,
+    *,
+    on_row: Callable[[ChatRow], None] = lambda row: None,
+) -> list[ChatRow]:
+    """Chat through ``router_url``, repeat each chat on the instance at ``plain_url``, compare.
+
+    The plain instance gets the chat under another cache salt, so that it computes everything anew.
+    Raises ``MeasurementError`` if an answer is broken.
+    """
+    rows = []
+    for number, num_notes in enumerate(plan.notes):
+        body: dict[str, object] = {
+            "messages": chat_messages(num_notes),
+            "max_tokens": plan.max_tokens,
+            "temperature": 0,
+        }
+        moved = await client.stream(f"{router_url}/v1/chat/completions", body)
+        salted = {**body, "cache_salt": f"plain-{number}"}
+        plain = await client.stream(f"{plain_url}/v1/chat/completions", salted)
+        rows.append(_row(moved, plain))
+        on_row(rows[-1])
+    return rows
+
+
+def _row(moved: StreamedAnswer, plain: StreamedAnswer) -> ChatRow:
+    if moved.report is None or plain.report is None:
+        raise MeasurementError("an answer has no kv_report")
+    if plain.report.num_cached_tokens or plain.report.num_received_bytes:
+        raise MeasurementError("the plain instance did not compute the whole prompt by itself")
+    has_second = len(moved.token_ids) > 1
+    return ChatRow(
+        num_prompt_tokens=moved.report.num_prompt_tokens,
+        ttft_s=moved.ttft_s,
+        second_gap_s=moved.second_gap_s if has_second else 0.0,
+        num_received_bytes=moved.report.num_received_bytes,
+        transport=moved.report.transport,
+        outcome=moved.report.receive_outcome,
+        is_same=moved.token_ids == plain.token_ids,
+        text=moved.text,
+    )
+
+
+def complaints(rows: list[ChatRow], plan: ChatPlan) -> list[str]:
+    """Return in words everything that is wrong with the chats; empty if all is well."""
+    wrong = [complaint for row in rows if (complaint := row.complaint())]
+    longest = max((row.num_prompt_tokens for row in rows), default=0)
+    if longest < plan.least_longest_tokens:
+        wrong.append(
+            f"the longest prompt has {longest} tokens, fewer than {plan.least_longest_tokens}"
+        )
+    return wrong

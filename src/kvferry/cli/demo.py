@@ -1,0 +1,74 @@
+"""``kvferry demo``: a deployment, a few chats through it, every token checked, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import aiohttp
+import click
+
+from kvferry.bench.chats import ChatPlan, ChatRow, complaints, run_chats
+from kvferry.bench.client import CompletionClient
+from kvferry.cli.deployment import run_to_end, say, with_deployment
+from kvferry.cli.topology_options import topology_options
+from kvferry.clock import SystemClock
+from kvferry.cluster.leftovers import Footprint, footprint_of, remaining
+from kvferry.cluster.supervisor import Deployment
+from kvferry.cluster.topology import Topology
+from kvferry.errors import MeasurementError
+from kvferry.protocol.params import Role
+
+_DEADLINE_S = 480.0
+_HEADER = "prompt tokens    TTFT    gap to 2nd   moved bytes  transport  same tokens  answer"
+_SHOWN_CHARS = 40
+
+
+@click.command()
+@topology_options
+def demo(*, topology: Topology, verbose: bool) -> None:
+    """Start prefill, decode and router, chat through them, and check every token.
+
+    Each chat is repeated on one plain instance, which must give the same tokens; for that the demo
+    computes in float32 unless told otherwise. Ends with ``demo: ok``, or with what went wrong.
+    """
+    if topology.dtype is None:
+        topology = replace(topology, dtype="float32")
+    wrong, footprint = run_to_end(with_deployment(topology, _chat, verbose=verbose))
+    wrong += [f"still there: {what}" for what in remaining(footprint)]
+    if wrong:
+        for complaint in wrong:
+            say(f"demo: {complaint}")
+        click.echo("demo: failed")
+        raise click.exceptions.Exit(1)
+    click.echo("demo: ok")
+
+
+async def _chat(deployment: Deployment) -> tuple[list[str], Footprint]:
+    plan = ChatPlan()
+    click.echo(_HEADER)
+    # Headers are bounded by the deadline of all chats together.
+    timeout = aiohttp.ClientTimeout(total=None)
+    try:
+        async with asyncio.timeout(_DEADLINE_S), aiohttp.ClientSession(timeout=timeout) as session:
+            rows = await run_chats(
+                CompletionClient(session, SystemClock()),
+                deployment.router_url,
+                deployment.urls(Role.PREFILL)[0],
+                plan,
+                on_row=lambda row: click.echo(format_row(row)),
+            )
+    except TimeoutError as error:
+        raise MeasurementError(f"the chats took longer than {_DEADLINE_S:.0f} s") from error
+    return complaints(rows, plan), footprint_of(deployment)
+
+
+def format_row(row: ChatRow) -> str:
+    """Return one line of the demo's table."""
+    text = " ".join(row.text.split())
+    shown = text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+    return (
+        f"{row.num_prompt_tokens:>13}  {row.ttft_s:>6.2f} s  {1e3 * row.second_gap_s:>7.1f} ms"
+        f"  {row.num_received_bytes:>12,}  {row.transport or '-':>9}"
+        f"  {'yes' if row.is_same else 'NO':>11}  {shown}"
+    )

@@ -1,0 +1,55 @@
+"""A server that answers completions from a script, and a client for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvferry.bench.client import CompletionClient
+from kvferry.clock import SystemClock
+
+Answer = Callable[[dict[str, Any]], list[dict[str, Any] | bytes]]
+ServeAnswer = Callable[[Answer], Awaitable[str]]
+
+
+def _as_bytes(event: dict[str, Any] | bytes) -> bytes:
+    return event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+@pytest.fixture
+async def serve_answer() -> AsyncIterator[ServeAnswer]:
+    """Start a server whose completions are the events that a function makes of the body."""
+    runners: list[web.AppRunner] = []
+
+    async def serve(answer: Answer) -> str:
+        async def complete(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for event in answer(await request.json()):
+                await response.write(_as_bytes(event))
+            return response
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    yield serve
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[CompletionClient]:
+    async with aiohttp.ClientSession() as session:
+        yield CompletionClient(session, SystemClock())

@@ -1,0 +1,58 @@
+"""The record holds raw samples and what follows from them; the table shows the same figures."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from kvferry.bench.handoff import Arm, HandoffSample
+from kvferry.bench.report import format_table, handoff_record, handoff_table
+
+
+def _sample(arm: Arm, repeat: int, after_prefill_s: float) -> HandoffSample:
+    return HandoffSample(
+        arm=arm,
+        num_prompt_tokens=512,
+        repeat=repeat,
+        ttft_s=1.0,
+        after_prefill_s=after_prefill_s,
+        second_gap_s=0.05,
+        decode_step_s=0.04,
+        num_received_tokens=512,
+        num_received_bytes=100,
+        transport="shm" if arm is Arm.PULL else "",
+    )
+
+
+_SAMPLES = [
+    _sample(arm, repeat, base_s + repeat / 1000)
+    for arm, base_s in ((Arm.PULL, 0.010), (Arm.COLOCATED, 0.004))
+    for repeat in range(5)
+]
+
+
+def test_record_is_json_with_summaries_and_samples() -> None:
+    text = json.dumps(handoff_record(_SAMPLES, {"repeats": 5}, random.Random(1)))
+    record: dict[str, Any] = json.loads(text)
+    assert (record["record"], record["arguments"]) == ("handoff", {"repeats": 5})
+    assert len(record["samples"]) == 10
+    medians = {item["arm"]: item["after_prefill_s"]["median"] for item in record["summaries"]}
+    assert medians == {"colocated": 0.006, "pull": 0.012}
+    difference = record["pull_less_colocated"][0]["after_prefill_s"]
+    assert round(difference["estimate"], 6) == 0.006
+    assert difference["low"] <= difference["estimate"] <= difference["high"]
+    assert record["machine"]["num_cores"] >= 1
+
+
+def test_table_shows_medians_and_difference() -> None:
+    lines = handoff_table(_SAMPLES, random.Random(1)).splitlines()
+    assert lines[2].split()[:5] == ["512", "colocated", "5", "6.0", "(2.0)"]
+    assert lines[3].split()[:5] == ["512", "pull", "5", "12.0", "(2.0)"]
+    assert lines[4].split()[:3] == ["512", "difference", "+6.0"]
+    assert "transport: shm" in lines[-1]
+
+
+def test_columns_are_aligned() -> None:
+    table = format_table(["a", "long"], [["xyz", "1"], ["x", "22222"]])
+    assert table.splitlines() == ["a     long", "---  -----", "xyz      1", "x    22222"]
