@@ -1,0 +1,118 @@
+"""Hypothesis strategies for every control message, valid by the documented limits."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.messages import (
+    Acquire,
+    Declined,
+    DeclineReason,
+    Granted,
+    Hello,
+    HelloReply,
+    InstanceInfo,
+    InstanceQuery,
+    Message,
+    Release,
+    Released,
+    ReleaseOutcome,
+    Renew,
+    Renewed,
+)
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
+instance_ids = names.map(InstanceId)
+epochs = st.integers(0, 2**62).map(Epoch)
+digests = st.binary(min_size=32, max_size=32)
+durations = st.floats(0, 86_400)
+counts = st.integers(0, 2**40)
+visible = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != ",")
+transfer_ids = st.text(visible, min_size=1, max_size=128).map(TransferId)
+sizes = st.integers(1, 2**31)
+
+layouts = st.builds(
+    KVLayout,
+    model_name=names,
+    weights_digest=names,
+    config_digest=names,
+    kv_dtype=st.sampled_from(["bfloat16", "float32", "float16"]),
+    num_layers=sizes,
+    num_kv_heads=sizes,
+    head_size=sizes,
+    block_size_tokens=sizes,
+    block_bytes=sizes,
+    attention_backend=names,
+    region_strides=st.lists(sizes, max_size=5).map(tuple),
+    num_regions=sizes,
+    kv_scales_digest=st.just("") | names,
+    tensor_parallel_size=sizes,
+)
+
+
+def _greeting(kind: type[Hello] | type[HelloReply]) -> st.SearchStrategy[Hello | HelloReply]:
+    return st.builds(
+        kind,
+        instance_id=instance_ids,
+        epoch=epochs,
+        layout=layouts,
+        transport=names,
+        transport_metadata=st.binary(max_size=100),
+    )
+
+
+messages: st.SearchStrategy[Message] = st.one_of(
+    _greeting(Hello),
+    _greeting(HelloReply),
+    st.builds(
+        Acquire,
+        instance_id=instance_ids,
+        epoch=epochs,
+        holder_epoch=epochs,
+        transfer_id=transfer_ids,
+        num_tokens=counts,
+        digest=digests,
+        duration_s=durations,
+        first_block=counts,
+        want_block_digests=st.booleans(),
+    ),
+    st.builds(
+        Granted,
+        lease_id=st.integers(0, 2**62).map(LeaseId),
+        duration_s=durations,
+        blocks=st.lists(st.integers(0, 2**31 - 1).map(BlockNumber), max_size=20).map(tuple),
+        block_digests=st.lists(digests, max_size=3).map(tuple),
+    ),
+    st.builds(Renew, transfer_id=transfer_ids, holder_epoch=epochs, duration_s=durations),
+    st.builds(Renewed, duration_s=durations),
+    st.builds(
+        Release,
+        instance_id=instance_ids,
+        epoch=epochs,
+        transfer_id=transfer_ids,
+        holder_epoch=epochs,
+        outcome=st.sampled_from(ReleaseOutcome),
+    ),
+    st.just(Released()),
+    st.builds(
+        Declined,
+        reason=st.sampled_from(DeclineReason),
+        detail=st.text(st.characters(codec="utf-8"), max_size=1024),
+        field=st.text(st.characters(codec="utf-8"), max_size=128),
+    ),
+    st.just(InstanceQuery()),
+    st.builds(
+        InstanceInfo,
+        instance_id=instance_ids,
+        epoch=epochs,
+        control_address=names,
+        fingerprint=digests,
+        layout=layouts,
+        transport=names,
+        capabilities=st.lists(names, max_size=3).map(tuple),
+        num_blocks=counts,
+        num_free_blocks=counts,
+    ),
+)
