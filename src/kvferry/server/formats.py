@@ -38,6 +38,7 @@ class Choice:
     report: RequestReport | None = None
     handoff: KvTransferParams | None = None
     is_begun: bool = False
+    """Whether a chunk of it has been made."""
 
     def add(self, delta: Delta) -> None:
         """Append ``delta``."""
@@ -49,7 +50,6 @@ class Choice:
         self.stop_reason = delta.stop_reason
         self.report = delta.report or self.report
         self.handoff = delta.handoff or self.handoff
-        self.is_begun = True
 
     @property
     def text(self) -> str:

@@ -139,6 +139,11 @@ class ChoiceAssembler:
             handoff=output.handoff,
         )
 
+    def end_without_report(self) -> Delta:
+        """End a choice whose stop string was reached, although the engine has not answered yet."""
+        self._is_finished = True
+        return Delta(finish_reason=FinishReason.STOP, stop_reason=self._matched_stop)
+
     def _end_after_stop(self, output: TokenOutput) -> Delta | None:
         if output.finish_reason is None:
             return None

@@ -1,0 +1,138 @@
+"""One accepted request and its answer: run it on the engine, send it whole or streamed.
+
+Owns the order of bytes on the connection and what happens when the client leaves. Knows neither
+endpoint's fields: those are a ``Job`` by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+from aiohttp import web
+
+from kvferry.engine.request import EngineRequest
+from kvferry.errors import EngineError
+from kvferry.protocol.params import Role
+from kvferry.server.assembly import AnswerAssembly, ended_by_stop_string
+from kvferry.server.errors import answer_for
+from kvferry.server.formats import AnswerFormat, Choice, Json, extras_of, usage_of
+from kvferry.server.generation import Generation
+from kvferry.server.metering import RequestMeter
+from kvferry.server.output import ChoiceAssembler, ChoiceOptions, Delta
+from kvferry.server.service import InstanceService
+from kvferry.server.streaming import EventStream, event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request: what the engine runs, one request a choice, and how it is shown."""
+
+    requests: Sequence[EngineRequest]
+    format: AnswerFormat
+    options: ChoiceOptions
+    num_prompt_tokens: int
+    """Of all prompts, each counted once."""
+    is_streamed: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def is_prefill_leg(self) -> bool:
+        """Whether the answer is for a router: it hands the blocks over."""
+        transfer = self.requests[0].transfer
+        return transfer is not None and transfer.role is Role.PREFILL
+
+
+async def answer(request: web.Request, service: InstanceService, job: Job) -> web.StreamResponse:
+    """Run ``job`` and answer ``request``; leaving in any way ends its engine requests.
+
+    Raises ``RequestError`` if the engine refuses it, ``EngineError`` if the engine fails before
+    the status line has gone out; later, the error is the stream's last event.
+    """
+    for engine_request in job.requests:
+        service.note_transfer_begun(engine_request)
+    try:
+        async with service.generation(job.requests) as generation:
+            assembly = _assembly(service, job, generation)
+            meter = RequestMeter(service.parts.metrics.engine, service.parts.clock)
+            meter.begin(job.num_prompt_tokens)
+            if job.is_streamed and not job.is_prefill_leg:
+                return await _stream(request, job, assembly, meter)
+            return await _send_whole(request, job, assembly, meter, generation)
+    finally:
+        for engine_request in job.requests:
+            service.note_transfer_ended(engine_request)
+
+
+def _assembly(service: InstanceService, job: Job, generation: Generation) -> AnswerAssembly:
+    assemblers, choices = [], []
+    for index, request in enumerate(job.requests):
+        stream = service.tokenizer.stream(
+            skip_special_tokens=job.skip_special_tokens, prompt_token_ids=request.prompt_token_ids
+        )
+        assemblers.append(ChoiceAssembler(stream, job.options))
+        choices.append(Choice(index=index, prompt_token_ids=request.prompt_token_ids))
+    return AnswerAssembly(generation, assemblers, choices)
+
+
+async def _send_whole(
+    request: web.Request,
+    job: Job,
+    assembly: AnswerAssembly,
+    meter: RequestMeter,
+    generation: Generation,
+) -> web.Response:
+    while not assembly.is_finished:
+        meter.note(await assembly.next_deltas())
+    choices = assembly.choices
+    if ended_by_stop_string(choices[0]):
+        choices[0].handoff = None
+    body = job.format.whole(choices, usage_of(choices, job.num_prompt_tokens))
+    body |= extras_of(choices, with_report=job.options.wants_report)
+    response = web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    if choices[0].handoff is not None:
+        # Sent from here: if the client is gone by now, nobody will fetch the blocks.
+        await response.prepare(request)
+        await response.write_eof()
+        generation.keep_handoff()
+    return response
+
+
+async def _stream(
+    request: web.Request, job: Job, assembly: AnswerAssembly, meter: RequestMeter
+) -> web.StreamResponse:
+    stream = EventStream(request)
+    try:
+        while not assembly.is_finished:
+            deltas = await assembly.next_deltas()
+            meter.note(deltas)
+            await stream.send([event(chunk) for chunk in _chunks(job, assembly, deltas)])
+    except EngineError as error:
+        if not stream.is_begun:
+            raise
+        await stream.send([b"data: " + answer_for(error).encoded() + b"\n\n"])
+    else:
+        if job.include_usage:
+            usage = usage_of(assembly.choices, job.num_prompt_tokens)
+            await stream.send([event(job.format.last_chunk(usage))])
+    await stream.end()
+    return stream.response
+
+
+def _chunks(
+    job: Job, assembly: AnswerAssembly, deltas: Sequence[tuple[Choice, Delta]]
+) -> list[Json]:
+    chunks = []
+    for choice, delta in deltas:
+        is_first = not choice.is_begun
+        choice.is_begun = True
+        chunk = job.format.chunk(choice, delta, is_first=is_first)
+        if delta.finish_reason is not None and job.options.wants_report:
+            chunk |= extras_of([replace(choice, handoff=None)], with_report=True)
+        if job.continuous_usage:
+            chunk["usage"] = usage_of(assembly.choices, job.num_prompt_tokens)
+        chunks.append(chunk)
+    return chunks

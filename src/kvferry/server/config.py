@@ -1,0 +1,33 @@
+"""Options of one instance's HTTP side. The engine's and the exchange's options are their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Where and how HTTP is served. Raises ``ConfigError`` for a value that cannot work."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free port."""
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    inline_tokenize_chars: int = 8192
+    """Longer texts are tokenised on a thread of their own."""
+    shutdown_timeout_s: float = 5.0
+    """For running requests to end after they have been told to."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError(f"port {self.port} is not between 0 and 65535")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}")
+        if not 0 <= self.shutdown_timeout_s < 3600:
+            raise ConfigError(
+                f"shutdown_timeout_s must be 0 to 3600 seconds, not {self.shutdown_timeout_s}"
+            )

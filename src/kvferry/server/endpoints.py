@@ -1,0 +1,111 @@
+"""Handlers beside OpenAI's: tokens, health, metrics, and what other kvferry processes ask."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from kvferry.errors import RequestError
+from kvferry.observe.metrics import CONTENT_TYPE
+from kvferry.protocol.ids import TransferId
+from kvferry.server.app_keys import SERVICE
+from kvferry.server.openai_types import DetokenizeRequest, TokenizeRequest, parse_body
+from kvferry.server.prompts import (
+    Prompt,
+    checked_token_ids,
+    encode_chat,
+    encode_text,
+    rendering_of,
+)
+from kvferry.server.service import InstanceService
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """``POST /tokenize``: ``{prompt}`` or ``{messages}`` → ``{count, max_model_len, tokens}``."""
+    service = request.app[SERVICE]
+    parsed = parse_body(await request.read(), TokenizeRequest)
+    service.require_model(parsed.model)
+    tokens = await _tokens(service, parsed)
+    strings = service.tokenizer.token_strings(tokens) if parsed.return_token_strs else None
+    return _json(
+        {
+            "count": len(tokens),
+            "max_model_len": service.model.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+    )
+
+
+async def _tokens(service: InstanceService, request: TokenizeRequest) -> Prompt:
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError(
+            "give either prompt or messages",
+            param="prompt",
+            code="missing_required_parameter",
+        )
+    if request.messages is not None:
+        return await encode_chat(service, request.messages, rendering_of(request))
+    return await encode_text(
+        service, request.prompt or "", add_special_tokens=request.add_special_tokens is not False
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """``POST /detokenize``: ``{tokens}`` → ``{prompt}``."""
+    service = request.app[SERVICE]
+    parsed = parse_body(await request.read(), DetokenizeRequest)
+    service.require_model(parsed.model)
+    tokens = checked_token_ids(service, parsed.tokens, param="tokens")
+    text = await service.run_for(
+        len(tokens), lambda: service.tokenizer.decode(tokens, skip_special_tokens=False)
+    )
+    return _json({"prompt": text})
+
+
+async def health(request: web.Request) -> web.Response:
+    """``GET /health``: 200 while the engine can serve, else 503; the body is empty."""
+    is_alive = request.app[SERVICE].parts.figures().is_alive
+    return web.Response(status=200 if is_alive else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """``GET /metrics`` in Prometheus' text form."""
+    parts = request.app[SERVICE].parts
+    figures, gauges = parts.figures(), parts.metrics.engine
+    gauges.num_requests_running.set(figures.num_running)
+    gauges.num_requests_waiting.set(figures.num_waiting)
+    gauges.kv_cache_usage_perc.set(1 - figures.num_free_blocks / max(1, figures.num_blocks))
+    if parts.connector is not None:
+        held, exchange = parts.connector.snapshot(), parts.metrics.exchange
+        exchange.handoffs_held.set(held.num_handoffs_held)
+        exchange.leased_blocks.set(held.num_blocks_leased)
+        exchange.quarantined_blocks.set(held.num_blocks_quarantined)
+    return web.Response(body=parts.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def instance(request: web.Request) -> web.Response:
+    """``GET /kvferry/instance``: who this is, as on the control port, with the load beside it."""
+    parts = request.app[SERVICE].parts
+    info = parts.describe()
+    shown = msgspec.to_builtins(info, builtin_types=(bytes,))
+    shown["fingerprint"] = info.fingerprint.hex()
+    figures = parts.figures()
+    shown["num_requests_running"] = figures.num_running
+    shown["num_requests_waiting"] = figures.num_waiting
+    if parts.connector is not None:
+        shown["exchange"] = msgspec.to_builtins(parts.connector.snapshot())
+    return _json(shown)
+
+
+async def cancel_transfer(request: web.Request) -> web.Response:
+    """``DELETE /kvferry/transfers/{transfer_id}``: 204, whether or not there was anything.
+
+    Ids are unguessable, so knowing one is the right to end it.
+    """
+    request.app[SERVICE].cancel_transfer(TransferId(request.match_info["transfer_id"]))
+    return web.Response(status=204)
+
+
+def _json(payload: dict[str, object]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(payload), content_type="application/json")

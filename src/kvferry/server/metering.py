@@ -1,0 +1,45 @@
+"""Times and counts of one request, for the process's metrics. Knows no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.clock import Clock
+from kvferry.observe.metrics import EngineMetrics
+from kvferry.server.formats import Choice
+from kvferry.server.output import Delta
+
+
+class RequestMeter:
+    """Notes when tokens come; one a request."""
+
+    def __init__(self, metrics: EngineMetrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._began_s = clock.monotonic_s()
+        self._last_token_s: dict[int, float] = {}
+
+    def begin(self, num_prompt_tokens: int) -> None:
+        """The engine has taken the request."""
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+
+    def note(self, deltas: Sequence[tuple[Choice, Delta]]) -> None:
+        """Count what has just come."""
+        now_s = self._clock.monotonic_s()
+        for choice, delta in deltas:
+            if delta.token_ids:
+                self._note_token(choice.index, now_s)
+            if delta.finish_reason is not None:
+                self._metrics.request_success.labels(delta.finish_reason.value).inc()
+                self._metrics.e2e_request_latency_s.observe(now_s - self._began_s)
+                if delta.report is not None:
+                    self._metrics.num_preemptions.inc(delta.report.num_preemptions)
+
+    def _note_token(self, choice: int, now_s: float) -> None:
+        self._metrics.generation_tokens.inc()
+        last_s = self._last_token_s.get(choice)
+        if last_s is None:
+            self._metrics.time_to_first_token_s.observe(now_s - self._began_s)
+        else:
+            self._metrics.inter_token_latency_s.observe(now_s - last_s)
+        self._last_token_s[choice] = now_s

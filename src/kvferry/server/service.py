@@ -1,0 +1,213 @@
+"""``InstanceService``: what the HTTP handlers share, and where each part of an instance is reached.
+
+Owns the live transfers, the tokenising thread and the decision whether a request's transfer
+parameters are trusted. Knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvferry.clock import Clock
+from kvferry.connector.ports import ConnectorPort
+from kvferry.engine.request import EngineRequest
+from kvferry.engine.tokenizer import Tokenizer
+from kvferry.errors import RemoteProtocolError, RequestError
+from kvferry.observe.log import get_logger
+from kvferry.observe.metrics import Metrics
+from kvferry.protocol.ids import RequestId, TransferId
+from kvferry.protocol.messages import InstanceInfo
+from kvferry.protocol.params import KvTransferParams, parse_params
+from kvferry.protocol.signing import verify
+from kvferry.server.config import HttpConfig
+from kvferry.server.generation import EngineLike, Generation, OutputBridge
+
+_log = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+
+class EngineFigures(Protocol):
+    """What the server shows of an engine's state."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the running batch."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for admission or for blocks."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a reference."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can still serve."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model as clients see it; the first name is the one that answers carry."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    """Most tokens of prompt and answer."""
+    vocab_size: int
+    created_s: int
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceParts:
+    """What a service is made of. ``connector`` is None for an instance that exchanges nothing."""
+
+    engine: EngineLike
+    figures: Callable[[], EngineFigures]
+    tokenizer: Tokenizer
+    connector: ConnectorPort | None
+    describe: Callable[[], InstanceInfo]
+    model: ServedModel
+    metrics: Metrics
+    clock: Clock
+    wall_time_s: Callable[[], float]
+    """Unix time, for ``created`` and for the expiry of signatures."""
+    http: HttpConfig
+    cluster_key: bytes | None = None
+
+
+class InstanceService:
+    """One instance's services to its handlers; all on one event loop."""
+
+    def __init__(self, parts: ServiceParts, loop: asyncio.AbstractEventLoop) -> None:
+        self.parts = parts
+        self._loop = loop
+        self._bridge = OutputBridge(loop)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._live_transfers: dict[TransferId, RequestId] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.parts.tokenizer
+
+    @property
+    def model(self) -> ServedModel:
+        """The model as clients see it."""
+        return self.parts.model
+
+    def close(self) -> None:
+        """Let nothing more reach the loop; safe to repeat."""
+        self._bridge.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def require_model(self, name: str | None) -> str:
+        """Return the name that the answer carries. Raises ``RequestError`` (404) for another."""
+        names = self.model.names
+        if name is None or name == "":
+            return names[0]
+        if name not in names:
+            raise RequestError(
+                f"The model `{name}` does not exist; this instance serves `{names[0]}`.",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return name
+
+    async def run_for(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """Return ``work()``: here for a short text, else on a thread, so that streams go on."""
+        if num_chars <= self.parts.http.inline_tokenize_chars:
+            return work()
+        return await self._loop.run_in_executor(self._threads, work)
+
+    def trusted_transfer(
+        self,
+        value: object,
+        *,
+        body: bytes,
+        signature: str | None,
+    ) -> KvTransferParams | None:
+        """Return the transfer parameters in ``value``, None if there are none or not to be trusted.
+
+        Raises ``RequestError`` if they are trusted and wrong, or cannot be served here.
+        """
+        if value is None or not self._is_signed(value, body, signature):
+            return None
+        params = parse_params(value)
+        if self.parts.connector is None:
+            raise RequestError(
+                "this instance exchanges no KV: kv_transfer_params cannot be served",
+                param="kv_transfer_params",
+                code="unsupported_parameter",
+            )
+        if params.transfer_id in self._live_transfers:
+            raise RequestError(
+                f"transfer {params.transfer_id} is already in use here",
+                param="kv_transfer_params.transfer_id",
+                code="transfer_in_use",
+                status=409,
+            )
+        return params
+
+    def _is_signed(self, value: object, body: bytes, signature: str | None) -> bool:
+        key = self.parts.cluster_key
+        if key is None:
+            return True
+        try:
+            signed_id = verify(key, body, signature or "", self.parts.wall_time_s())
+        except RemoteProtocolError as error:
+            reason = str(error)
+        else:
+            if isinstance(value, dict) and value.get("transfer_id") == signed_id:
+                return True
+            reason = "the signature is for another transfer"
+        self.parts.metrics.exchange.unsigned_params.inc()
+        _log.warning("kv_transfer_params ignored", extra={"fields": {"reason": reason}})
+        return False
+
+    def generation(self, requests: Sequence[EngineRequest]) -> Generation:
+        """Return the generation of ``requests``, to be entered."""
+        return Generation(
+            self.parts.engine,
+            self._bridge,
+            requests,
+            withdraw=self._withdraw,
+        )
+
+    def note_transfer_begun(self, request: EngineRequest) -> None:
+        """``request`` takes part in a transfer from now on."""
+        if request.transfer is not None:
+            self._live_transfers[request.transfer.transfer_id] = request.request_id
+
+    def note_transfer_ended(self, request: EngineRequest) -> None:
+        """``request`` has been answered or given up."""
+        if request.transfer is not None:
+            self._live_transfers.pop(request.transfer.transfer_id, None)
+
+    def cancel_transfer(self, transfer_id: TransferId) -> None:
+        """End whatever this instance does for ``transfer_id``; unknown ids are ignored."""
+        request_id = self._live_transfers.get(transfer_id)
+        if request_id is not None:
+            self.parts.engine.abort(request_id)
+        if self.parts.connector is not None:
+            self.parts.connector.withdraw(transfer_id)
+            self.parts.connector.end_receive(transfer_id, needed=False)
+
+    def _withdraw(self, transfer_id: TransferId) -> None:
+        if self.parts.connector is not None:
+            self.parts.connector.withdraw(transfer_id)
