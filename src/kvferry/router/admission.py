@@ -37,6 +37,10 @@ class Admission:
             if not self._tasks:
                 self._idle.set()
 
+    async def wait_idle(self) -> None:
+        """Wait until none is left; the caller sets the deadline."""
+        await self._idle.wait()
+
     async def drain(self, timeout_s: float) -> int:
         """Wait up to ``timeout_s`` for all to end, cancel the rest; return how many were cut."""
         try:

@@ -34,8 +34,11 @@ class Dialect(Protocol):
         ...
 
 
+_NOTHING = msgspec.Raw(b"")
+
+
 class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = _NOTHING
 
 
 _prefill_answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
@@ -71,7 +74,7 @@ class KvferryDialect:
             offered = _prefill_answer_decoder.decode(prefill_answer).kv_transfer_params
         except (msgspec.DecodeError, RecursionError):
             return None
-        return offered if offered is not None and bytes(offered).startswith(b"{") else None
+        return offered if bytes(offered).startswith(b"{") else None
 
 
 def hide_transfer_params(answer: bytes) -> bytes:

@@ -124,6 +124,12 @@ class Router:
         host = self._config.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    async def wait_idle(self) -> None:
+        """Wait until no request runs and all that was to be ended has been told to."""
+        await self.admission.wait_idle()
+        if self._cleanup is not None:
+            await self._cleanup.close()
+
     async def stop(self) -> None:
         """Stop accepting, let requests run on for the shutdown time, then end all."""
         for site in self._sites:

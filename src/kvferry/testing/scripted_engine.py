@@ -1,0 +1,271 @@
+"""``ScriptedEngine``: an instance's HTTP side without a model, with faults on demand.
+
+Speaks the part of OpenAI's API that the router uses, with ``kv_transfer_params``; records what it
+was asked; holds what it offers until it is read or ended. Owns a real server on a free port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+
+_WAIT_LIMIT_S = 5.0
+_COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
+DEFAULT_EVENTS = (
+    b'data: {"choices": [{"text": "one"}]}\n\n',
+    b'data: {"choices": [{"text": " two"}]}\n\n',
+    b"data: [DONE]\n\n",
+)
+DEFAULT_ANSWER = b'{"object": "text_completion", "choices": [{"index": 0, "text": "one two"}]}'
+
+
+@dataclass(slots=True, kw_only=True)
+class Script:
+    """How requests are answered; every part may be a fault."""
+
+    status: int = 200
+    body: bytes | None = None
+    """The whole answer; None makes one that fits the request."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    events: tuple[bytes, ...] = DEFAULT_EVENTS
+    """What a stream consists of."""
+    extra_params: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the offered transfer parameters."""
+    offers: bool = True
+    before_headers: asyncio.Event | None = None
+    """Nothing is answered until it is set."""
+    before_event: Mapping[int, asyncio.Event] = field(default_factory=dict)
+    """The event of that number is held until it is set."""
+    reset_before_headers: bool = False
+    reset_after_events: int | None = None
+    pause_s: float = 0.0
+    """Between two events, for measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One request as it came."""
+
+    path: str
+    headers: Mapping[str, str]
+    raw: bytes
+    body: dict[str, Any]
+
+    @property
+    def params(self) -> dict[str, Any] | None:
+        """Its transfer parameters."""
+        return self.body.get("kv_transfer_params")
+
+    @property
+    def role(self) -> str:
+        """``prefill``, ``decode`` or ``plain``."""
+        return str(self.params["role"]) if self.params else "plain"
+
+
+class ScriptedEngine:
+    """One instance; ``peers`` is shared by all that hand over to each other."""
+
+    def __init__(self, name: str, peers: dict[str, ScriptedEngine] | None = None) -> None:
+        self.name = name
+        self.prefill = Script()
+        self.decode = Script()
+        """Also answers plain requests."""
+        self.once: deque[Script] = deque()
+        """Scripts for the next requests, whatever their role, before the two above."""
+        self.health_status = 200
+        self.health_gate: asyncio.Event | None = None
+        self.received: list[Received] = []
+        self.ended: list[str] = []
+        """Transfer ids that it was told to end."""
+        self.delete_headers: list[Mapping[str, str]] = []
+        self.held: set[str] = set()
+        self.num_left = 0
+        """Requests whose sender left before the end."""
+        self.num_probes = 0
+        self._peers = {} if peers is None else peers
+        self._peers[name] = self
+        self._changed = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._host = "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        """Base URL, known once it has started; the same after a restart."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def start(self, host: str = "127.0.0.1") -> None:
+        """Listen; on the port of before, if it was stopped."""
+        self._host = host
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        for path in _COMPLETION_PATHS:
+            app.router.add_post(path, self._complete)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_delete("/kvferry/transfers/{transfer_id}", self._end)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, self._port).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Stop listening and cut every connection."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> ScriptedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever something has happened here.
+
+        Raises ``TimeoutError`` after five seconds.
+        """
+        async with asyncio.timeout(_WAIT_LIMIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def roles(self) -> list[str]:
+        """The roles of the requests received, in order."""
+        return [received.role for received in self.received]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        self.num_probes += 1
+        self._changed.set()
+        if self.health_gate is not None:
+            await self.health_gate.wait()
+        return web.Response(status=self.health_status)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"object": "list", "data": [{"id": self.name}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"tokens": [1, 2, 3], "asked": await request.json()})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        transfer_id = request.match_info["transfer_id"]
+        self.ended.append(transfer_id)
+        self.delete_headers.append(request.headers)
+        self.held.discard(transfer_id)
+        self._changed.set()
+        return web.json_response({"ended": transfer_id})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        received = Received(request.path, request.headers, raw, json.loads(raw))
+        self.received.append(received)
+        self._changed.set()
+        role_script = self.prefill if received.role == "prefill" else self.decode
+        script = self.once.popleft() if self.once else role_script
+        try:
+            return await self._answer(request, received, script)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_left += 1
+            self._changed.set()
+            raise
+
+    async def _answer(
+        self, request: web.Request, received: Received, script: Script
+    ) -> web.StreamResponse:
+        if script.before_headers is not None:
+            await script.before_headers.wait()
+        if script.reset_before_headers:
+            return _cut(request)
+        if "stream_options" in received.body and not received.body.get("stream"):
+            return _refused("stream_options needs stream")
+        if script.status != 200:
+            body = script.body if script.body is not None else b'{"error": {"message": "no"}}'
+            return _whole(body, script)
+        if received.role == "prefill":
+            return _whole(self._offer(received, script), script)
+        self._read_from_peer(received)
+        if received.body.get("stream"):
+            return await self._stream(request, script)
+        return _whole(DEFAULT_ANSWER if script.body is None else script.body, script)
+
+    def _offer(self, received: Received, script: Script) -> bytes:
+        if script.body is not None:
+            return script.body
+        answer: dict[str, Any] = {"object": "text_completion", "choices": []}
+        if script.offers and received.params is not None:
+            transfer_id = received.params["transfer_id"]
+            self.held.add(transfer_id)
+            answer["kv_transfer_params"] = {
+                "transfer_id": transfer_id,
+                "role": "decode",
+                "mode": received.params["mode"],
+                "peer": {
+                    "instance_id": self.name, "epoch": 1, "control_address": "tcp://127.0.0.1:1",
+                },
+                "first_token": {"token_id": 7, "seed": 1},
+                "num_prompt_tokens": 3,
+                "lease_s": 30.0,
+                **script.extra_params,
+            }  # fmt: skip
+        return json.dumps(answer).encode()
+
+    def _read_from_peer(self, received: Received) -> None:
+        if received.params is None:
+            return
+        peer = self._peers.get(received.params["peer"]["instance_id"])
+        if peer is not None:
+            peer.held.discard(received.params["transfer_id"])
+
+    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", **script.headers}
+        )
+        await response.prepare(request)
+        for number, event in enumerate(script.events):
+            gate = script.before_event.get(number)
+            if gate is not None:
+                await gate.wait()
+            if script.reset_after_events == number:
+                return _cut(request, response)
+            if script.pause_s and number:
+                await asyncio.sleep(script.pause_s)
+            await response.write(event)
+        if script.reset_after_events == len(script.events):
+            return _cut(request, response)
+        await response.write_eof()
+        return response
+
+
+def _whole(body: bytes, script: Script) -> web.Response:
+    headers = {"Content-Type": "application/json", **script.headers}
+    return web.Response(status=script.status, body=body, headers=headers)
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
+def _cut(request: web.Request, response: web.StreamResponse | None = None) -> web.StreamResponse:
+    """End the connection without an answer, or in the middle of one."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response() if response is None else response

@@ -1,0 +1,111 @@
+"""A router over scripted engines, all in this process, on real sockets."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvferry.clock import SystemClock
+from kvferry.router.config import RouterConfig
+from kvferry.router.service import Router
+from kvferry.testing.scripted_engine import ScriptedEngine
+
+PATH = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Deployment:
+    router: Router
+    prefill: list[ScriptedEngine]
+    decode: list[ScriptedEngine]
+    client: aiohttp.ClientSession
+
+    @property
+    def p(self) -> ScriptedEngine:
+        return self.prefill[0]
+
+    @property
+    def d(self) -> ScriptedEngine:
+        return self.decode[0]
+
+    def post(
+        self, body: object, path: str = PATH, headers: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        # A stream, as bytes of more than a megabyte are a warning.
+        data = raw if len(raw) < 500_000 else io.BytesIO(raw)
+        return self.client.post(self.router.url + path, data=data, headers=headers)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of ``name`` that carry ``labels``."""
+        async with self.client.get(self.router.url + "/metrics") as response:
+            text = await response.text()
+        total = 0.0
+        for line in text.splitlines():
+            match = re.match(r"(\w+)(\{.*\})? (\S+)$", line)
+            if match is None or match[1] != name:
+                continue
+            if all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
+                total += float(match[3])
+        return total
+
+    async def outcomes(self) -> dict[str, int]:
+        async with self.client.get(self.router.url + "/metrics") as response:
+            text = await response.text()
+        found = re.findall(r'kvferry_router_requests_total\{outcome="(\w+)"\} (\S+)', text)
+        return {name: int(float(value)) for name, value in found if float(value)}
+
+    async def wait_settled(self) -> None:
+        """Wait until no request runs and everything that was to be ended has been."""
+        await self.router.wait_idle()
+
+    def assert_nothing_held(self) -> None:
+        assert [engine.held for engine in self.prefill] == [set() for _ in self.prefill]
+
+
+@asynccontextmanager
+async def deployment(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    host: str = "127.0.0.1",
+    **options: Any,  # noqa: ANN401 - those of RouterConfig
+) -> AsyncIterator[Deployment]:
+    peers: dict[str, ScriptedEngine] = {}
+    prefill = [ScriptedEngine(f"prefill-{number}", peers) for number in range(num_prefill)]
+    decode = [ScriptedEngine(f"decode-{number}", peers) for number in range(num_decode)]
+    async with AsyncExitStack() as stack:
+        for engine in (*prefill, *decode):
+            await engine.start(host)
+            stack.push_async_callback(engine.stop)
+        options = {"shutdown_timeout_s": 0.0, "health_interval_s": 60.0, **options}
+        config = RouterConfig(
+            prefill_urls=tuple(engine.url for engine in prefill),
+            decode_urls=tuple(engine.url for engine in decode),
+            host=host,
+            port=0,
+            **options,
+        )
+        router = Router(config, clock=SystemClock())
+        await router.start()
+        stack.push_async_callback(router.stop)
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Deployment(router, prefill, decode, client)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The JSON of all events of a stream, without the end mark."""
+    found = [
+        line.removeprefix("data:").strip()
+        for event in re.split(r"\n\n+", body.decode())
+        for line in event.splitlines()
+        if line.startswith("data:")
+    ]
+    return [json.loads(data) for data in found if data != "[DONE]"]
