@@ -27,7 +27,7 @@ test: .venv/.ready ## every test but the long ones
 	@printf '== pytest (without soak) %s\n' '$(PYTEST)'
 	$(RUN) pytest -q -m 'not soak' $(PYTEST)
 
-check: .venv/.ready ## lint, format, types, layers, sizes, docs
+check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
 	@printf '== ruff check\n'
 	$(RUN) ruff check .
 	printf '== ruff format --check\n'
@@ -39,6 +39,8 @@ check: .venv/.ready ## lint, format, types, layers, sizes, docs
 	trap 'rm -f "$$log"' EXIT
 	.venv/bin/lint-imports > "$$log" 2>&1 || { cat "$$log"; exit 1; }
 	grep -E '^Contracts:' "$$log"
+	printf '== state tables in docs\n'
+	.venv/bin/python scripts/render_state_tables.py --check
 	printf '== pytest tests/architecture (sizes, docs)\n'
 	$(RUN) pytest -q tests/architecture
 

@@ -19,7 +19,7 @@ _TOWNS = ("Bergen", "Cork", "Dover", "Esbjerg", "Gdansk", "Hull", "Izmir")
 class ChatPlan:
     """Which chats: ``notes[i]`` lines of logbook before the question of chat i."""
 
-    notes: tuple[int, ...] = (0, 8, 24, 80)
+    notes: tuple[int, ...] = (3, 8, 24, 80)
     max_tokens: int = 24
     least_longest_tokens: int = 2001
     """The longest prompt must have this many tokens."""

@@ -14,6 +14,7 @@ from kvferry.bench.handoff import HandoffPlan, HandoffSample, Targets, measure_h
 from kvferry.bench.report import handoff_record, handoff_table
 from kvferry.cli.deployment import run_to_end, with_deployment
 from kvferry.cli.record_file import json_option, write_record
+from kvferry.cli.token_counts import TokenCounts
 from kvferry.cli.topology_options import topology_options
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment
@@ -23,28 +24,11 @@ from kvferry.protocol.params import Role
 _TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
-class _Lengths(click.ParamType[tuple[int, ...]]):
-    """Comma-separated positive numbers of tokens."""
-
-    name = "N,N…"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            lengths = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers like 512,2048", param, ctx)
-        return lengths
-
-
 @click.command()
 @click.option("--url", help="Router of a running deployment; none: start one.")
 @click.option("--plain-url", help="Instance of it that serves the colocated arm.")
 @click.option(
-    "--lengths", type=_Lengths(), default=(512, 2048), help="Prompt tokens.  [default: 512,2048]"
+    "--lengths", type=TokenCounts(), default="512,2048", show_default=True, help="Prompt tokens."
 )
 @click.option("--repeats", default=30, show_default=True, help="Requests of each length and arm.")
 @click.option("--warmups", default=2, show_default=True, help="Further ones that do not count.")

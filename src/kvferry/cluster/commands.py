@@ -7,6 +7,9 @@ from pathlib import Path
 
 from kvferry.cluster.topology import InstanceGroup, Topology
 
+# Less than the supervisor's grace time, so that requests end with an error instead of a cut.
+_ROUTER_SHUTDOWN_S = 5
+
 
 def engine_arguments(
     topology: Topology, group: InstanceGroup, instance_id: str, ready_path: Path
@@ -33,6 +36,7 @@ def router_arguments(
     """Return the arguments that route over the instances at the URLs ``prefill`` and ``decode``."""
     arguments = ["router", "--host", topology.host, "--port", str(topology.router.port)]
     arguments += ["--ready-file", str(ready_path)]
+    arguments += ["--shutdown-timeout-s", str(_ROUTER_SHUTDOWN_S)]
     for url in prefill:
         arguments += ["--prefill", url]
     for url in decode:

@@ -36,6 +36,7 @@ async def serve_answer() -> AsyncIterator[ServeAnswer]:
 
         app = web.Application()
         app.router.add_post("/v1/completions", complete)
+        app.router.add_post("/v1/chat/completions", complete)
         runner = web.AppRunner(app)
         await runner.setup()
         runners.append(runner)
