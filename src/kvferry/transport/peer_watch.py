@@ -1,0 +1,89 @@
+"""Whether a peer process can still write into our memory after our own end is torn down.
+
+A process on the same host may write into ours directly: through a mapping, or by the kernel's
+cross-memory attach. Tearing our end down does not stop it, and neither does time: a stopped process
+goes on where it was when it is continued. Only its death or its own word proves that it has ended.
+The word is a byte in a page that the peer shares: it sets it after it has torn its end down.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import FerryError, RemoteProtocolError
+from kvferry.transport.host import ProcessIdentity, is_proven_dead
+from kvferry.transport.shared_memory import Memfd, MemfdReference, map_peer_memory
+
+_NONCE_BYTES = 16
+_DONE_OFFSET = _NONCE_BYTES
+
+
+class FarewellReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a peer finds our word."""
+
+    page: MemfdReference
+    nonce: Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+
+
+class FarewellPage:
+    """Our word to one peer."""
+
+    def __init__(self) -> None:
+        self._page = Memfd(mmap.PAGESIZE)
+        nonce = os.urandom(_NONCE_BYTES)
+        self._page.view[:_NONCE_BYTES] = nonce
+        self.reference = FarewellReference(self._page.reference, nonce)
+
+    def say_done(self) -> None:
+        """Tell the peer that nothing of ours is posted any more; safe to repeat."""
+        self._page.view[_DONE_OFFSET] = 1
+        self._page.close()
+
+
+class PeerWatch:
+    """What is known of one peer's ability to write into our memory."""
+
+    def __init__(self, ours: ProcessIdentity, theirs: ProcessIdentity) -> None:
+        self._theirs = theirs
+        self.is_beside = ours.is_beside(theirs)
+        self._page: mmap.mmap | None = None
+        self._said_done = False
+
+    def map_farewell(self, reference: FarewellReference) -> None:
+        """Map the page with the peer's word.
+
+        Raises ``PeerUnreachableError`` if it cannot be opened, ``RemoteProtocolError`` if it is
+        another page.
+        """
+        page = map_peer_memory(self._theirs, reference.page)
+        if page[:_NONCE_BYTES] != reference.nonce:
+            raise RemoteProtocolError("the peer's farewell page carries another nonce")
+        self._page = page
+
+    def try_map_farewell(self, reference: FarewellReference) -> None:
+        """Map the page where that is allowed; without it, only death or a message is proof."""
+        try:
+            self.map_farewell(reference)
+        except FerryError:
+            self._page = None
+
+    def note_done(self) -> None:
+        """The peer said by another way that it has ended all it had posted."""
+        self._said_done = True
+
+    def has_said_done(self) -> bool:
+        """Whether the peer has torn its end down."""
+        return self._said_done or (self._page is not None and self._page[_DONE_OFFSET] != 0)
+
+    def is_dead(self) -> bool:
+        """Whether the peer is a process beside this one and proven dead."""
+        return self.is_beside and is_proven_dead(self._theirs)
+
+    def cannot_write_directly(self) -> bool:
+        """Whether the peer can write into this process by no way that bypasses our own end."""
+        return not self.is_beside or self.has_said_done() or self.is_dead()

@@ -1,0 +1,39 @@
+"""Runs the conformance suite on every transport."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.testing.transport_contract import TransportContract
+from kvferry.transport.base import Transport
+from kvferry.transport.memory import MemoryHub, MemoryTransport
+from kvferry.transport.registry import available_transports, create_transport
+
+needs_nixl = pytest.mark.skipif("nixl" not in available_transports(), reason="NIXL is missing")
+
+
+class TestMemory(TransportContract):
+    @pytest.fixture(autouse=True)
+    def hub(self) -> MemoryHub:
+        self._hub = MemoryHub()
+        return self._hub
+
+    def make_transport(self) -> Transport:
+        return MemoryTransport(self._hub)
+
+
+class TestShm(TransportContract):
+    def make_transport(self) -> Transport:
+        return create_transport("shm")
+
+
+@needs_nixl
+class TestNixl(TransportContract):
+    def make_transport(self) -> Transport:
+        return create_transport("nixl")
+
+
+@needs_nixl
+class TestNixlOverTcp(TransportContract):
+    def make_transport(self) -> Transport:
+        return create_transport("nixl", ucx_tls="tcp")
