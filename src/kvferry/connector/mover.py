@@ -95,6 +95,9 @@ class Mover:
         self._sessions: dict[PeerAddress, Session] = {}
         self._inbox: deque[Effect] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._is_closed = False
+        self._is_torn_down = False
         self._poller = zmq.Poller()
         self._stopping = False
         self._turn_s = MIN_TURN_S
@@ -109,18 +112,29 @@ class Mover:
         """Have ``effects`` executed soon, in order. Any thread."""
         if effects:
             self._inbox.extend(effects)
-            os.eventfd_write(self._wake_fd, 1)
+            self._wake()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread, end every link and free the control port."""
+        """Stop the thread, end every link and free the control port. Safe to repeat."""
         self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 _logger.error("the mover did not stop within %.0f s", timeout_s)
                 return
-        os.close(self._wake_fd)
+        else:
+            self._tear_down()
+        with self._wake_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._wake_fd)
+
+    def _wake(self) -> None:
+        # After the end the descriptor's number may be another file's.
+        with self._wake_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     # -- the loop -------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -327,6 +341,9 @@ class Mover:
         self._parts.metrics.control_malformed.labels(reason).inc()
 
     def _tear_down(self) -> None:
+        if self._is_torn_down:
+            return
+        self._is_torn_down = True
         for session in self._sessions.values():
             self._handle(self._reads.end_link(session.link))
             if not session.is_retired:

@@ -1,0 +1,133 @@
+"""Two exchanges in one process, joined by real control sockets and a real transport."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.blocks.integrity import assert_whole
+from kvferry.blocks.pool import BlockPool
+from kvferry.clock import SystemClock
+from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
+from kvferry.connector.ports import HandoffOffer, PromptIdentity, ReceiveResult
+from kvferry.observe.metrics import Metrics
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
+from kvferry.protocol.layout import KVLayout
+from kvferry.transport.base import MemoryRegion, Transport
+from kvferry.transport.registry import create_transport
+
+BLOCK_BYTES = 4096
+NUM_BLOCKS = 64
+PROMPT = PromptIdentity(16 * 8, b"p" * 32)
+WAIT_S = 20.0
+
+LAYOUT = KVLayout(
+    model_name="tiny",
+    weights_digest="weights",
+    config_digest="config",
+    kv_dtype="float32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=8,
+    block_size_tokens=16,
+    block_bytes=BLOCK_BYTES,
+    attention_backend="test",
+    region_strides=(BLOCK_BYTES,),
+)
+
+
+@dataclass
+class Side:
+    """One instance without an engine."""
+
+    exchange: Exchange
+    pool: BlockPool
+    memory: npt.NDArray[np.uint8]
+    transport: Transport
+    metrics: Metrics
+    has_results: threading.Event
+
+    def offer(self, transfer_id: TransferId, count: int = 8) -> tuple[list[BlockNumber], bytes]:
+        """Fill and offer ``count`` blocks; return them and their bytes."""
+        blocks = self.pool.allocate(count)
+        rng = np.random.default_rng(len(transfer_id))
+        for block in blocks:
+            self.memory[block] = rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+        self.last_offer: HandoffOffer = self.exchange.offer(transfer_id, blocks, PROMPT)
+        self.pool.drop(blocks)
+        return blocks, self.memory[blocks].tobytes()
+
+    def receive(
+        self, transfer_id: TransferId, peer: Side, count: int = 8
+    ) -> tuple[list[BlockNumber], ReceiveResult]:
+        """Receive ``count`` blocks from ``peer`` and wait for the end."""
+        self.exchange.begin_receive(transfer_id, peer.exchange.address, PROMPT)
+        blocks = self.pool.allocate(count)
+        self.exchange.receive(transfer_id, blocks, 0)
+        return blocks, self.wait_result()
+
+    def wait_result(self) -> ReceiveResult:
+        """Wait for the one result that is due."""
+        assert self.has_results.wait(WAIT_S)
+        self.has_results.clear()
+        (result,) = self.exchange.take_results()
+        return result
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Return a metric's value."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self.exchange.close()
+        self.transport.close()
+
+
+def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side:
+    """Build and start one side. ``layout`` in ``changes`` replaces the layout."""
+    layout = changes.pop("layout", LAYOUT)
+    assert isinstance(layout, KVLayout)
+    transport = create_transport(transport_name)
+    view = transport.allocate(BLOCK_BYTES * NUM_BLOCKS)
+    memory = np.frombuffer(view, dtype=np.uint8)
+    transport.register([MemoryRegion(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)])
+    pool, metrics, event = BlockPool(NUM_BLOCKS), Metrics(), threading.Event()
+    config = ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(hash(name) % 1000 + 1))
+    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    exchange = create_exchange(
+        config, ExchangeMemory(pool, layout, transport, view), SystemClock(), metrics.exchange
+    )
+    exchange.start(event.set)
+    return Side(exchange, pool, memory.reshape(NUM_BLOCKS, BLOCK_BYTES), transport, metrics, event)
+
+
+@contextmanager
+def pair(transport_name: str = "shm", **changes: object) -> Iterator[tuple[Side, Side]]:
+    """A prefill and a decode side; both must be whole and idle in the end."""
+    prefill = make_side("prefill", transport_name, **changes)
+    decode = make_side("decode", transport_name, **changes)
+    try:
+        yield prefill, decode
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def wait_whole(*sides: Side) -> None:
+    """Wait until the last releases have arrived and every block is free."""
+    deadline = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if all(side.pool.num_free == NUM_BLOCKS for side in sides):
+            break
+        deadline.wait(0.01)
+    for side in sides:
+        assert_whole(side.pool)
+        snapshot = dataclasses.replace(side.exchange.snapshot(), outcomes={})
+        assert dataclasses.astuple(snapshot) == (0, 0, 0, 0, {})

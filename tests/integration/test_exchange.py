@@ -1,0 +1,224 @@
+"""Blocks move between two exchanges, and whatever does not fit is refused by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
+from kvferry.errors import ConfigError, RequestError
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
+from kvferry.protocol.ids import Epoch, InstanceId, TransferId
+from kvferry.protocol.messages import InstanceQuery, Renew
+from kvferry.protocol.params import PeerAddress
+from tests.integration.exchange_pair import LAYOUT, PROMPT, Side, make_side, pair, wait_whole
+
+TRANSFER = TransferId("xfer-1")
+TRANSPORTS = ["shm", "nixl"]
+
+
+@pytest.mark.parametrize("transport_name", TRANSPORTS)
+def test_blocks_arrive_bit_equal_and_both_pools_are_whole(transport_name: str) -> None:
+    with pair(transport_name, verify_blocks=True) as (prefill, decode):
+        for number in range(3):
+            transfer_id = TransferId(f"xfer-{number}")
+            _, sent = prefill.offer(transfer_id)
+            blocks, result = decode.receive(transfer_id, prefill)
+            assert result.outcome is ReceiveOutcome.RECEIVED, result.detail
+            assert decode.memory[blocks].tobytes() == sent
+            assert (result.num_bytes, result.transport) == (len(sent), transport_name)
+            decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
+        assert decode.counter("kvferry_receives_total", mode="pull", outcome="received") == 3
+        assert prefill.counter("kvferry_handoffs_total", outcome="read") == 3
+
+
+@pytest.mark.parametrize("transport_name", TRANSPORTS)
+def test_both_directions_between_one_pair(transport_name: str) -> None:
+    with pair(transport_name) as (left, right):
+        _, sent_left = left.offer(TransferId("to-right"))
+        _, sent_right = right.offer(TransferId("to-left"))
+        blocks_right, result_right = right.receive(TransferId("to-right"), left)
+        blocks_left, result_left = left.receive(TransferId("to-left"), right)
+        assert result_left.outcome is result_right.outcome is ReceiveOutcome.RECEIVED
+        assert right.memory[blocks_right].tobytes() == sent_left
+        assert left.memory[blocks_left].tobytes() == sent_right
+        right.pool.drop(blocks_right)
+        left.pool.drop(blocks_left)
+        wait_whole(left, right)
+
+
+def refused(prefill: Side, decode: Side) -> tuple[ReceiveOutcome, str]:
+    blocks, result = decode.receive(TRANSFER, prefill)
+    decode.pool.drop(blocks)
+    return result.outcome, result.detail
+
+
+def test_another_layout_is_refused_naming_the_field() -> None:
+    other = msgspec.structs.replace(LAYOUT, kv_dtype="bfloat16")
+    prefill, decode = make_side("prefill"), make_side("decode", layout=other)
+    try:
+        prefill.offer(TRANSFER)
+        outcome, detail = refused(prefill, decode)
+        assert outcome is ReceiveOutcome.INCOMPATIBLE
+        for part in ("kv_dtype", "float32", "bfloat16"):
+            assert part in detail
+        prefill.exchange.withdraw(TRANSFER)
+        wait_whole(prefill, decode)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_restarted_peer_has_none_of_the_old_blocks() -> None:
+    with pair() as (prefill, decode):
+        prefill.offer(TRANSFER)
+        address = prefill.exchange.address
+        old = PeerAddress(address.instance_id, Epoch(999_999), address.control_address)
+        decode.exchange.begin_receive(TRANSFER, old, PROMPT)
+        blocks = decode.pool.allocate(8)
+        decode.exchange.receive(TRANSFER, blocks, 0)
+        assert decode.wait_result().outcome is ReceiveOutcome.GONE
+        decode.pool.drop(blocks)
+        prefill.exchange.withdraw(TRANSFER)
+        wait_whole(prefill, decode)
+
+
+def test_another_prompt_under_the_same_id_is_a_mismatch() -> None:
+    with pair() as (prefill, decode):
+        prefill.offer(TRANSFER)
+        other = PromptIdentity(PROMPT.num_tokens, b"q" * 32)
+        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, other)
+        blocks = decode.pool.allocate(8)
+        decode.exchange.receive(TRANSFER, blocks, 0)
+        assert decode.wait_result().outcome is ReceiveOutcome.MISMATCH
+        decode.pool.drop(blocks)
+        prefill.exchange.withdraw(TRANSFER)
+        wait_whole(prefill, decode)
+
+
+def test_a_dead_peer_costs_one_bounded_wait_and_then_none() -> None:
+    with pair(control_timeout_s=0.3) as (prefill, decode):
+        address = prefill.exchange.address
+        prefill.exchange.close()
+        started_s = time.monotonic()
+        outcome, detail = refused(prefill, decode)
+        assert outcome is ReceiveOutcome.UNREACHABLE
+        assert address.control_address in detail
+        assert time.monotonic() - started_s < 5
+        wait_whole(decode)
+
+
+def test_a_peer_that_dies_after_the_handshake_is_noticed() -> None:
+    with pair(control_timeout_s=0.3) as (prefill, decode):
+        prefill.offer(TransferId("first"))
+        blocks, result = decode.receive(TransferId("first"), prefill)
+        assert result.outcome is ReceiveOutcome.RECEIVED
+        decode.pool.drop(blocks)
+        prefill.exchange.close()
+        assert refused(prefill, decode)[0] is ReceiveOutcome.UNREACHABLE
+        wait_whole(decode)
+
+
+def test_with_a_cluster_key_only_its_holders_get_in() -> None:
+    key, other_key = b"k" * 32, b"o" * 32
+    prefill = make_side("prefill", cluster_key=key)
+    friend = make_side("friend", cluster_key=key, control_timeout_s=5.0)
+    stranger = make_side("stranger", control_timeout_s=0.3)
+    thief = make_side("thief", cluster_key=other_key, control_timeout_s=0.3)
+    try:
+        prefill.offer(TRANSFER)
+        for outsider in (stranger, thief):
+            assert refused(prefill, outsider)[0] is ReceiveOutcome.UNREACHABLE
+        blocks, result = friend.receive(TRANSFER, prefill)
+        assert result.outcome is ReceiveOutcome.RECEIVED
+        friend.pool.drop(blocks)
+        wait_whole(prefill, friend, stranger, thief)
+    finally:
+        for side in (friend, stranger, thief, prefill):
+            side.close()
+
+
+def test_an_address_of_another_host_needs_a_cluster_key() -> None:
+    with pytest.raises(ConfigError, match="cluster key"):
+        make_side("exposed", control_host="0.0.0.0")
+    with pair() as (_, decode):
+        for address in ("tcp://192.0.2.1:5000", "ipc:///tmp/x", "tcp://127.0.0.1", "inproc://x"):
+            with pytest.raises(RequestError, match="control_address"):
+                decode.exchange.begin_receive(
+                    TRANSFER, PeerAddress(InstanceId("x"), Epoch(1), address), PROMPT
+                )
+
+
+def test_ipv6_works() -> None:
+    with pair(control_host="::1") as (prefill, decode):
+        assert prefill.exchange.address.control_address.startswith("tcp://[::1]:")
+        prefill.offer(TRANSFER)
+        blocks, result = decode.receive(TRANSFER, prefill)
+        assert result.outcome is ReceiveOutcome.RECEIVED
+        decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
+
+
+def ask(side: Side, send: Callable[[zmq.Socket[bytes]], None]) -> bool:
+    """Send something odd on a fresh socket; return whether the port still answers a query."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, 5000)
+        client.connect(side.exchange.address.control_address)
+        send(client)
+        with context.socket(zmq.DEALER) as second:
+            second.setsockopt(zmq.LINGER, 0)
+            second.setsockopt(zmq.RCVTIMEO, 5000)
+            second.connect(side.exchange.address.control_address)
+            second.send(encode(1, InstanceQuery()))
+            return b"instance_info" in second.recv()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=3))
+def test_random_frames_are_counted_and_dropped(shared_side: Side, frames: list[bytes]) -> None:
+    def send(client: zmq.Socket[bytes]) -> None:
+        client.send_multipart(frames)
+
+    assert ask(shared_side, send)
+
+
+def test_truncated_and_oversized_messages_are_dropped(shared_side: Side) -> None:
+    whole = encode(1, Renew(TRANSFER, Epoch(1), 1.0))
+    before = shared_side.counter("kvferry_control_malformed_total", reason="malformed")
+    for cut in range(len(whole)):
+        assert ask(shared_side, lambda client, cut=cut: client.send(whole[:cut]))  # type: ignore[misc]
+    after = shared_side.counter("kvferry_control_malformed_total", reason="malformed")
+    assert after - before == len(whole)
+    assert ask(shared_side, lambda client: client.send(b"x" * (MAX_MESSAGE_BYTES + 1)))
+
+
+def test_raw_bytes_on_the_port_do_no_harm(shared_side: Side) -> None:
+    host, _, port = shared_side.exchange.address.control_address[6:].rpartition(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64, b""):
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(garbage)
+    assert ask(shared_side, lambda client: None)
+
+
+def test_an_idle_exchange_leaves_the_core_alone() -> None:
+    with pair() as (prefill, decode):
+        prefill.offer(TRANSFER)
+        blocks, _ = decode.receive(TRANSFER, prefill)
+        decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
+        started_s, used_s = time.monotonic(), time.process_time()
+        while time.monotonic() - started_s < 2.0:
+            decode.has_results.wait(0.5)
+        assert time.process_time() - used_s < 0.02 * 2.0
