@@ -5,8 +5,10 @@ Owns the model object and what is read off its configuration. Knows no block and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +134,20 @@ def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
     )
 
 
+@contextlib.contextmanager
+def quiet_library() -> Iterator[None]:
+    """Switch off the progress bars of the model library for a moment."""
+    from transformers.utils import logging as library_logging
+
+    had_bars = library_logging.is_progress_bar_enabled()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            library_logging.enable_progress_bar()
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -149,13 +165,14 @@ def _load_module(folder: Path, dtype: str, device: torch.device) -> nn.Module:
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     register_paged_attention()
     try:
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-        )
+        with quiet_library():
+            module: nn.Module = AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"cannot load the model in {folder}: {error}") from error
     return module.to(device).eval().requires_grad_(False)
