@@ -48,13 +48,18 @@ async def end_stream_with_error(
 ) -> None:
     """End a stream that has begun with an event that says what went wrong.
 
-    A client that does not take it within a second is cut off.
+    A client that does not take it within a second, or had stopped reading before, is cut off.
     """
+    transport = request.transport
+    if transport is None:
+        return
+    if transport.get_write_buffer_size() > transport.get_write_buffer_limits()[0]:
+        transport.abort()
+        return
     try:
         async with asyncio.timeout(_END_TIMEOUT_S):
             # The blank line ends an event of which only a part has come.
             await stream.write(b"\n\n" + error.as_event())
             await stream.write_eof()
     except (TimeoutError, ConnectionError):
-        if request.transport is not None:
-            request.transport.abort()
+        transport.abort()

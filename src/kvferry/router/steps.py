@@ -70,6 +70,8 @@ class ParseStep:
 
     async def run(self, context: RequestContext) -> None:
         """Fill in ``body``, or refuse one that is too large or malformed."""
+        if "Content-Encoding" in context.request.headers:
+            raise RequestError("compressed request bodies are not supported", status=415)
         try:
             body = await context.request.read()
         except web.HTTPRequestEntityTooLarge:

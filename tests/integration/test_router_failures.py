@@ -1,0 +1,390 @@
+"""Instances that refuse, break, stall or lie: each request ends in an answer or a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from kvferry.router.config import OnPrefillFailure
+from kvferry.router.fleet import Health
+from kvferry.testing.scripted_engine import DEFAULT_ANSWER, Script
+from tests.integration.router_setup import PATH, Deployment, deployment, events_of
+
+_STREAM = {"prompt": "a", "stream": True}
+_WHOLE = {"prompt": "a"}
+_PLAIN = "kvferry_router_plain_decodes_total"
+_FAILING = [
+    Script(reset_before_headers=True),
+    Script(status=500),
+    Script(status=503),
+    Script(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+]
+
+
+def _transfer_ids(world: Deployment) -> list[str]:
+    return [
+        received.params["transfer_id"]
+        for engine in world.prefill
+        for received in engine.received
+        if received.params is not None
+    ]
+
+
+@pytest.mark.parametrize("fault", _FAILING)
+async def test_prefill_is_tried_on_another_instance_with_a_new_id(fault: Script) -> None:
+    async with deployment(2) as world:
+        world.p.prefill = fault
+        async with world.post(_WHOLE) as response:
+            assert response.status == 200
+        first_id, second_id = _transfer_ids(world)
+        assert first_id != second_id
+        assert world.d.received[0].params is not None
+        assert world.d.received[0].params["transfer_id"] == second_id
+        await world.wait_settled()
+        assert world.p.ended == [first_id]
+        assert world.prefill[1].ended == []
+        assert await world.outcomes() == {"ok": 1}
+        assert await world.metric("kvferry_router_leg_retries_total", leg="prefill") == 1
+
+
+@pytest.mark.parametrize("fault", _FAILING)
+async def test_decode_does_it_all_when_prefill_cannot(fault: Script) -> None:
+    async with deployment() as world:
+        world.p.prefill = fault
+        async with world.post(_WHOLE) as response:
+            assert (response.status, await response.read()) == (200, DEFAULT_ANSWER)
+        assert world.d.roles() == ["plain"]
+        assert await world.outcomes() == {"fallback_decode_only": 1}
+        assert (
+            await world.metric("kvferry_router_plain_decodes_total", reason="prefill_failed") == 1
+        )
+        await world.wait_settled()
+        assert world.p.ended == _transfer_ids(world)
+
+
+async def test_prefill_error_passes_byte_for_byte_where_so_configured() -> None:
+    said = b'{"error":  "layout differs: num_layers 30, 32"}'
+    async with deployment(on_prefill_failure=OnPrefillFailure.ERROR) as world:
+        world.p.prefill = Script(status=500, body=said)
+        async with world.post(_WHOLE) as response:
+            assert (response.status, await response.read()) == (500, said)
+        assert world.d.received == []
+        assert await world.outcomes() == {"prefill_failed": 1}
+
+
+async def test_broken_prefill_is_a_clear_error_where_so_configured() -> None:
+    async with deployment(on_prefill_failure=OnPrefillFailure.ERROR) as world:
+        world.p.prefill = Script(reset_before_headers=True)
+        async with world.post(_STREAM) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (502, "prefill_failed")
+        assert await world.outcomes() == {"prefill_failed": 1}
+
+
+async def test_silent_prefill_ends_within_its_bound() -> None:
+    never = asyncio.Event()
+    policy = OnPrefillFailure.ERROR
+    async with deployment(prefill_timeout_s=0.2, on_prefill_failure=policy) as world:
+        world.p.prefill.before_headers = never
+        async with world.post(_WHOLE) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (504, "timeout")
+        await world.p.wait_until(lambda: world.p.num_left == 1)
+        await world.wait_settled()
+        assert world.p.ended == _transfer_ids(world)
+        assert await world.outcomes() == {"timeout": 1}
+
+
+async def test_prefill_that_offers_nothing_is_counted() -> None:
+    async with deployment() as world:
+        world.p.prefill.offers = False
+        async with world.post(_STREAM) as response:
+            assert len(events_of(await response.read())) == 2
+        assert world.d.roles() == ["plain"]
+        assert await world.outcomes() == {"fallback_decode_only": 1}
+        assert (
+            await world.metric("kvferry_router_plain_decodes_total", reason="nothing_offered") == 1
+        )
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b"{", b'{"kv_transfer_params": "a"}', b""])
+async def test_strange_prefill_answer_offers_nothing(body: bytes) -> None:
+    async with deployment() as world:
+        world.p.prefill.body = body
+        async with world.post(_WHOLE) as response:
+            assert response.status == 200
+        assert world.d.roles() == ["plain"]
+
+
+@pytest.mark.parametrize("request_body", [_STREAM, _WHOLE])
+@pytest.mark.parametrize("fault", _FAILING)
+async def test_decode_is_tried_on_another_instance_with_the_same_offer(
+    fault: Script, request_body: dict[str, object]
+) -> None:
+    async with deployment(1, 2) as world:
+        world.d.decode = fault
+        async with world.post(request_body) as response:
+            assert response.status == 200
+            await response.read()
+        first, second = world.d.received[0], world.decode[1].received[0]
+        assert first.params == second.params
+        assert len(world.p.received) == 1
+        assert await world.outcomes() == {"ok": 1}
+        world.assert_nothing_held()
+
+
+async def test_decode_that_dies_between_headers_and_first_byte_is_tried_elsewhere() -> None:
+    async with deployment(1, 2) as world:
+        world.d.decode = Script(reset_after_events=0)
+        async with world.post(_STREAM) as response:
+            assert response.status == 200
+            assert len(events_of(await response.read())) == 2
+        assert await world.outcomes() == {"ok": 1}
+
+
+@pytest.mark.parametrize("request_body", [_STREAM, _WHOLE])
+async def test_broken_decode_is_a_clear_error_and_ends_the_handoff(
+    request_body: dict[str, object],
+) -> None:
+    async with deployment() as world:
+        world.d.decode = Script(reset_before_headers=True)
+        async with world.post(request_body) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (502, "decode_failed")
+        await world.wait_settled()
+        assert world.p.ended == world.d.ended == _transfer_ids(world)
+        world.assert_nothing_held()
+        assert await world.outcomes() == {"decode_failed": 1}
+
+
+async def test_decode_error_passes_byte_for_byte() -> None:
+    async with deployment() as world:
+        world.d.decode = Script(status=500, body=b"{ }")
+        async with world.post(_STREAM) as response:
+            assert (response.status, await response.read()) == (500, b"{ }")
+        assert await world.outcomes() == {"decode_failed": 1}
+
+
+@pytest.mark.parametrize("num_events", [1, 2])
+async def test_decode_that_dies_in_its_stream_ends_in_an_event_that_parses(
+    num_events: int,
+) -> None:
+    async with deployment(1, 2) as world:
+        for engine in world.decode:
+            engine.decode = Script(reset_after_events=num_events)
+        async with world.post(_STREAM) as response:
+            events = events_of(await response.read())
+        assert len(events) == num_events + 1
+        assert events[-1]["error"]["code"] == "decode_failed"
+        assert len(world.decode[1].received) == 0  # never again after the first byte
+        await world.wait_settled()
+        assert world.p.ended == world.d.ended == _transfer_ids(world)
+        assert await world.outcomes() == {"decode_failed": 1}
+
+
+async def test_decode_that_dies_within_an_event_still_ends_in_one_that_parses() -> None:
+    async with deployment() as world:
+        world.d.decode = Script(events=(b'data: {"choi',), reset_after_events=1)
+        async with world.post(_STREAM) as response:
+            body = await response.read()
+        last = body.decode().rstrip("\n").rpartition("\n\n")[2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "decode_failed"
+
+
+async def test_silent_decode_ends_within_its_bound() -> None:
+    async with deployment(prefill_timeout_s=0.2) as world:
+        world.d.decode.before_event = {0: asyncio.Event()}
+        async with world.post(_STREAM) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (504, "timeout")
+        await world.d.wait_until(lambda: world.d.num_left == 1)
+
+
+@pytest.mark.parametrize("request_body", [_STREAM, _WHOLE])
+async def test_whole_request_ends_within_its_bound(request_body: dict[str, object]) -> None:
+    async with deployment(request_timeout_s=0.3) as world:
+        world.d.decode.before_event = {1: asyncio.Event()}
+        if request_body is _WHOLE:
+            world.d.decode.before_headers = asyncio.Event()
+        async with world.post(request_body) as response:
+            body = await response.read()
+        error = events_of(body)[-1] if request_body is _STREAM else json.loads(body)
+        assert error["error"]["code"] == "timeout"
+        await world.d.wait_until(lambda: world.d.num_left == 1)
+        await world.wait_settled()
+        assert world.d.ended == _transfer_ids(world)
+        assert await world.outcomes() == {"timeout": 1}
+
+
+async def test_full_instances_are_passed_over_and_stay_healthy() -> None:
+    async with deployment(2, 1) as world:
+        world.p.prefill = Script(status=429)
+        for _ in range(4):
+            async with world.post(_WHOLE) as response:
+                assert response.status == 200
+        assert world.router.fleet.health(world.p.url) is Health.HEALTHY
+        assert await world.outcomes() == {"ok": 4}
+
+
+async def test_push_back_of_all_reaches_the_client() -> None:
+    async with deployment(2, 1) as world:
+        for engine in world.prefill:
+            engine.prefill = Script(status=429, body=b"{}", headers={"Retry-After": "7"})
+        async with world.post(_WHOLE) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "7")
+        assert await world.outcomes() == {"overloaded": 1}
+
+
+async def test_occasional_resets_cost_no_request() -> None:
+    async with deployment(2, 2, health_interval_s=0.05) as world:
+        for number in range(100):
+            if number % 20 == 0:
+                world.prefill[number % 2].once.append(Script(reset_before_headers=True))
+                world.decode[number // 20 % 2].once.append(Script(reset_before_headers=True))
+            async with world.post(_STREAM) as response:
+                assert response.status == 200
+                assert "error" not in events_of(await response.read())[-1]
+        assert sum((await world.outcomes()).values()) == 100
+        fleet = world.router.fleet.snapshot()
+        assert {view.num_inflight for view in (*fleet.prefill, *fleet.decode)} == {0}
+
+
+async def test_dead_instance_is_left_out_until_it_is_back() -> None:
+    async with deployment(2, 1, health_interval_s=0.05) as world:
+        dead = world.p
+        await dead.stop()
+        async with world.post(_WHOLE) as response:
+            assert response.status == 200
+        async with asyncio.timeout(5):
+            while world.router.fleet.health(dead.url) is not Health.DOWN:
+                await asyncio.sleep(0.01)
+        num_before = len(world.prefill[1].received)
+        for _ in range(4):
+            async with world.post(_WHOLE) as response:
+                assert response.status == 200
+        assert len(world.prefill[1].received) == num_before + 4
+        await dead.start()
+        await dead.wait_until(lambda: dead.num_probes >= 3)
+        async with asyncio.timeout(5):
+            while world.router.fleet.health(dead.url) is not Health.HEALTHY:
+                await asyncio.sleep(0.01)
+        received = len(dead.received)
+        for _ in range(4):
+            async with world.post(_WHOLE) as response:
+                assert response.status == 200
+        assert len(dead.received) == received + 2
+
+
+async def test_instance_that_is_still_loading_gets_nothing() -> None:
+    async with deployment(2, 1, health_interval_s=0.05) as world:
+        world.p.health_status = 503
+        async with asyncio.timeout(5):
+            while world.router.fleet.health(world.p.url) is not Health.DOWN:
+                await asyncio.sleep(0.01)
+        for _ in range(3):
+            async with world.post(_WHOLE) as response:
+                assert response.status == 200
+        assert world.p.received == []
+
+
+async def test_slow_probe_makes_suspect_first_and_down_then() -> None:
+    async with deployment(1, 1, health_interval_s=0.05, health_timeout_s=0.1) as world:
+        world.p.health_gate = asyncio.Event()
+        seen: list[Health] = []
+        async with asyncio.timeout(5):
+            while Health.DOWN not in seen:
+                health = world.router.fleet.health(world.p.url)
+                if not seen or seen[-1] is not health:
+                    seen.append(health)
+                await asyncio.sleep(0.005)
+        assert seen == [Health.HEALTHY, Health.SUSPECT, Health.DOWN]
+
+
+async def test_without_a_healthy_instance_requests_are_turned_away_at_once() -> None:
+    async with deployment(health_interval_s=0.05) as world:
+        await world.d.stop()
+        async with asyncio.timeout(5):
+            while world.router.fleet.health(world.d.url) is not Health.DOWN:
+                await asyncio.sleep(0.01)
+        async with world.post(_STREAM) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (503, "no_instance")
+        assert response.headers["Retry-After"] == "1"
+        assert world.p.received == []
+        assert await world.outcomes() == {"no_instance": 1}
+        async with world.client.get(world.router.url + "/health") as response:
+            assert response.status == 503
+            assert (await response.json())["num_healthy"] == {"prefill": 1, "decode": 0}
+
+
+@pytest.mark.parametrize("policy", list(OnPrefillFailure))
+async def test_without_a_prefill_instance_the_policy_decides(policy: OnPrefillFailure) -> None:
+    async with deployment(health_interval_s=0.05, on_prefill_failure=policy) as world:
+        await world.p.stop()
+        async with asyncio.timeout(5):
+            while world.router.fleet.health(world.p.url) is not Health.DOWN:
+                await asyncio.sleep(0.01)
+        async with world.post(_WHOLE) as response:
+            status = response.status
+        falls_back = policy is OnPrefillFailure.DECODE
+        assert status == (200 if falls_back else 503)
+        outcome = "fallback_decode_only" if falls_back else "no_instance"
+        assert await world.outcomes() == {outcome: 1}
+
+
+async def test_more_requests_than_allowed_are_turned_away() -> None:
+    gate = asyncio.Event()
+    async with deployment(max_inflight=2) as world:
+        world.p.prefill.before_headers = gate
+        running = [asyncio.ensure_future(_status(world)) for _ in range(2)]
+        await world.p.wait_until(lambda: len(world.p.received) == 2)
+        async with world.post(_WHOLE) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["code"]) == (429, "overloaded")
+        assert response.headers["Retry-After"] == "1"
+        gate.set()
+        assert await asyncio.gather(*running) == [200, 200]
+        assert await world.outcomes() == {"overloaded": 1, "ok": 2}
+
+
+async def _status(world: Deployment) -> int:
+    async with world.post(_WHOLE) as response:
+        await response.read()
+        return response.status
+
+
+async def test_oversized_answer_is_not_taken_in() -> None:
+    async with deployment(max_answer_bytes=10_000) as world:
+        world.d.decode.body = b'"' + b"x" * 100_000 + b'"'
+        async with world.post(_WHOLE) as response:
+            answer = await response.json()
+        assert response.status == 502
+        assert "10000 bytes" in answer["error"]["message"]
+
+
+async def test_malformed_http_does_not_disturb_the_router() -> None:
+    async with deployment() as world:
+        host, _, port = world.router.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST " + PATH.encode() + b" HTTP/1.1\r\nContent-Length: x\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert b" 400 " in answer.partition(b"\r\n")[0]
+        async with world.post(_WHOLE) as response:
+            assert response.status == 200
+
+
+async def test_shutdown_tells_the_clients_that_it_cuts_off() -> None:
+    async with deployment(shutdown_timeout_s=0.0) as world:
+        world.d.decode.before_event = {1: asyncio.Event()}
+        async with world.post(_STREAM) as response:
+            first = await response.content.readany()
+            await world.router.stop()
+            rest = await response.read()
+        assert events_of(first + rest)[-1]["error"]["code"] == "shutting_down"
+        assert world.d.ended == _transfer_ids(world)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await _status(world)
