@@ -1,0 +1,43 @@
+"""Options: what is refused, and how URLs are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.router.config import RouterConfig, normalise_url
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://127.0.0.1:80/", "http://127.0.0.1:80"),
+        (" https://Engine.example/base/ ", "https://engine.example/base"),
+        ("http://[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_urls_are_normalised(given: str, url: str) -> None:
+    assert normalise_url(given) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "a:1", "ftp://a", "http://", "http://a:b", "http://u@a", "http://a?x=1", "http://[:"],
+)
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form"):
+        normalise_url(url)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prefill_urls", ()), ("decode_urls", ()), ("port", 70_000), ("max_inflight", 0),
+        ("request_timeout_s", 0.0), ("shutdown_timeout_s", -1.0),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(option: str, value: object) -> None:
+    options = {"prefill_urls": ("http://p",), "decode_urls": ("http://d",), option: value}
+    named = option.removesuffix("_urls").replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{named}"):
+        RouterConfig(**options)  # type: ignore[arg-type]

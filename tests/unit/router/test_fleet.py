@@ -1,0 +1,66 @@
+"""The fleet: health, tickets, and snapshots that do not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.params import Role
+from kvferry.router.fleet import Fleet, Health
+
+
+def test_snapshot_stays_as_it_was() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    before = fleet.snapshot()
+    fleet.set_health("http://p", Health.HEALTHY)
+    with fleet.open_ticket("http://p", Role.PREFILL):
+        during = fleet.snapshot()
+    assert before.prefill[0].health is Health.UNKNOWN
+    assert (during.prefill[0].health, during.prefill[0].num_inflight) == (Health.HEALTHY, 1)
+    assert (before.turn(Role.PREFILL), during.turn(Role.PREFILL)) == (0, 1)
+    assert fleet.snapshot().prefill[0].num_inflight == 0
+
+
+def test_ticket_closed_twice_counts_once_also_over_a_flap() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    ticket = fleet.open_ticket("http://p", Role.PREFILL)
+    for health in (Health.DOWN, Health.HEALTHY):
+        fleet.set_health("http://p", health)
+        ticket.close()
+    assert fleet.snapshot().prefill[0].num_inflight == 0
+
+
+def test_one_url_in_both_roles_has_one_health_and_two_counts() -> None:
+    fleet = Fleet(["http://a", "http://a"], ["http://a"])
+    assert fleet.urls == ("http://a",)
+    fleet.set_health("http://a", Health.HEALTHY)
+    with fleet.open_ticket("http://a", Role.DECODE):
+        snapshot = fleet.snapshot()
+    assert [view.health for view in (*snapshot.prefill, *snapshot.decode)] == [Health.HEALTHY] * 2
+    assert (snapshot.prefill[0].num_inflight, snapshot.decode[0].num_inflight) == (0, 1)
+
+
+def test_connection_failure_makes_a_healthy_instance_suspect_and_asks_for_a_probe() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    asked: list[str] = []
+    fleet.on_suspect(asked.append)
+    fleet.report_connection_failure("http://p", "reset")
+    assert (fleet.health("http://p"), asked) == (Health.UNKNOWN, [])
+    fleet.set_health("http://p", Health.HEALTHY)
+    fleet.report_connection_failure("http://p", "reset")
+    fleet.report_connection_failure("http://p", "reset")
+    assert (fleet.health("http://p"), asked) == (Health.SUSPECT, ["http://p"])
+    assert fleet.detail("http://p") == "reset"
+
+
+def test_draining_shows_in_the_snapshot() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    fleet.set_draining("http://d", True)
+    assert fleet.snapshot().of(Role.DECODE)[0].is_draining
+    fleet.set_draining("http://d", False)
+    assert not fleet.snapshot().of(Role.DECODE)[0].is_draining
+
+
+def test_other_urls_are_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="http://x"):
+        Fleet(["http://p"], ["http://d"]).set_health("http://x", Health.DOWN)

@@ -1,0 +1,93 @@
+"""Filters, scorers, picker and decider: pure functions over a snapshot."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.protocol.params import Mode, Role
+from kvferry.router.decider import PlainReason, decide
+from kvferry.router.filters import apply_filters, excluding, usable
+from kvferry.router.fleet import FleetSnapshot, Health, InstanceView
+from kvferry.router.parsing import RequestTraits
+from kvferry.router.picker import ChoicePolicy, choose, pick_round_robin
+from kvferry.router.scorers import best_scored, fewest_inflight, no_preference
+
+
+def _view(
+    url: str, health: Health = Health.HEALTHY, *, is_draining: bool = False, num_inflight: int = 0
+) -> InstanceView:
+    return InstanceView(url, Role.DECODE, health, is_draining, num_inflight)
+
+
+def _urls(views: object) -> list[str]:
+    assert isinstance(views, list | tuple)
+    return [view.url for view in views]
+
+
+def test_usable_keeps_the_healthy() -> None:
+    views = [_view("a"), _view("b", Health.SUSPECT), _view("c", Health.DOWN)]
+    assert _urls(usable(views)) == ["a"]
+
+
+def test_usable_falls_back_to_suspects_but_never_to_the_rest() -> None:
+    views = [_view("b", Health.SUSPECT), _view("c", Health.DOWN), _view("d", Health.UNKNOWN)]
+    assert _urls(usable(views)) == ["b"]
+    assert usable(views[1:]) == []
+
+
+def test_usable_leaves_out_the_draining() -> None:
+    assert _urls(usable([_view("a", is_draining=True), _view("b", Health.SUSPECT)])) == ["b"]
+
+
+def test_filters_apply_in_order() -> None:
+    views = [_view("a"), _view("b", Health.SUSPECT)]
+    assert _urls(apply_filters(views, [excluding({"a"}), usable])) == ["b"]
+    assert _urls(apply_filters(views, [usable, excluding({"a"})])) == []
+
+
+def test_scores_add_up() -> None:
+    views = [_view("a", num_inflight=2), _view("b", num_inflight=1), _view("c", num_inflight=1)]
+    assert _urls(best_scored(views, [fewest_inflight])) == ["b", "c"]
+    assert _urls(best_scored(views, [no_preference])) == ["a", "b", "c"]
+    prefer_a = [fewest_inflight, lambda view: 5.0 if view.url == "a" else 0.0]
+    assert _urls(best_scored(views, prefer_a)) == ["a"]
+
+
+def test_round_robin_takes_turns() -> None:
+    views = [_view("a"), _view("b")]
+    picked = [pick_round_robin(views, turn) for turn in range(3)]
+    assert [view.url for view in picked if view is not None] == ["a", "b", "a"]
+    assert pick_round_robin([], 5) is None
+
+
+def test_choice_may_use_a_suspect_when_the_healthy_one_has_failed() -> None:
+    snapshot = FleetSnapshot((), (_view("a"), _view("b", Health.SUSPECT)))
+    first = choose(snapshot, Role.DECODE, ChoicePolicy())
+    second = choose(snapshot, Role.DECODE, ChoicePolicy(), excluded_urls=["a"])
+    assert first is not None
+    assert second is not None
+    assert (first.url, second.url) == ("a", "b")
+    assert choose(snapshot, Role.PREFILL, ChoicePolicy()) is None
+
+
+@pytest.mark.parametrize(
+    ("traits", "mode", "reason"),
+    [
+        (RequestTraits(), Mode.PULL, None),
+        (RequestTraits(is_stream=True), Mode.PULL, None),
+        (RequestTraits(num_choices=2), None, PlainReason.SEVERAL_CHOICES),
+        (RequestTraits(num_prompts=2), None, PlainReason.SEVERAL_PROMPTS),
+    ],
+)
+def test_one_sequence_is_split(
+    traits: RequestTraits, mode: Mode | None, reason: PlainReason | None
+) -> None:
+    decision = decide(traits)
+    assert (decision.mode, decision.plain_reason) == (mode, reason)
+
+
+def test_only_what_went_wrong_is_a_fallback() -> None:
+    assert {reason for reason in PlainReason if not reason.is_fallback} == {
+        PlainReason.SEVERAL_CHOICES,
+        PlainReason.SEVERAL_PROMPTS,
+    }
