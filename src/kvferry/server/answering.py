@@ -15,9 +15,16 @@ from aiohttp import web
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import EngineError
 from kvferry.protocol.params import Role
-from kvferry.server.assembly import AnswerAssembly, ended_by_stop_string
+from kvferry.server.assembly import AnswerAssembly
 from kvferry.server.errors import answer_for
-from kvferry.server.formats import AnswerFormat, Choice, Json, extras_of, usage_of
+from kvferry.server.formats import (
+    AnswerFormat,
+    Choice,
+    Json,
+    extras_of,
+    usage_of,
+    usage_so_far,
+)
 from kvferry.server.generation import Generation
 from kvferry.server.metering import RequestMeter
 from kvferry.server.output import ChoiceAssembler, ChoiceOptions, Delta
@@ -88,8 +95,6 @@ async def _send_whole(
     while not assembly.is_finished:
         meter.note(await assembly.next_deltas())
     choices = assembly.choices
-    if ended_by_stop_string(choices[0]):
-        choices[0].handoff = None
     body = job.format.whole(choices, usage_of(choices, job.num_prompt_tokens))
     body |= extras_of(choices, with_report=job.options.wants_report)
     response = web.Response(body=msgspec.json.encode(body), content_type="application/json")
@@ -97,7 +102,8 @@ async def _send_whole(
         # Sent from here: if the client is gone by now, nobody will fetch the blocks.
         await response.prepare(request)
         await response.write_eof()
-        generation.keep_handoff()
+        if request.transport is not None and not request.transport.is_closing():
+            generation.keep_handoff()
     return response
 
 
@@ -109,7 +115,7 @@ async def _stream(
         while not assembly.is_finished:
             deltas = await assembly.next_deltas()
             meter.note(deltas)
-            await stream.send([event(chunk) for chunk in _chunks(job, assembly, deltas)])
+            await stream.send([event(chunk) for chunk in _chunks(job, deltas)])
     except EngineError as error:
         if not stream.is_begun:
             raise
@@ -122,9 +128,7 @@ async def _stream(
     return stream.response
 
 
-def _chunks(
-    job: Job, assembly: AnswerAssembly, deltas: Sequence[tuple[Choice, Delta]]
-) -> list[Json]:
+def _chunks(job: Job, deltas: Sequence[tuple[Choice, Delta]]) -> list[Json]:
     chunks = []
     for choice, delta in deltas:
         is_first = not choice.is_begun
@@ -133,6 +137,6 @@ def _chunks(
         if delta.finish_reason is not None and job.options.wants_report:
             chunk |= extras_of([replace(choice, handoff=None)], with_report=True)
         if job.continuous_usage:
-            chunk["usage"] = usage_of(assembly.choices, job.num_prompt_tokens)
+            chunk["usage"] = usage_so_far(job.num_prompt_tokens, delta.num_tokens)
         chunks.append(chunk)
     return chunks

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.engine.request import FinishReason
 from kvferry.server.formats import Choice
 from kvferry.server.generation import ABORT_TIMEOUT_S, ChoiceOutput, Generation, raise_if_failed
 from kvferry.server.output import ChoiceAssembler, Delta
@@ -73,8 +72,3 @@ class AnswerAssembly:
                 delta = assembler.end_without_report()
                 deltas.append(self._add(index, delta))
         return deltas
-
-
-def ended_by_stop_string(choice: Choice) -> bool:
-    """Whether a stop string ended ``choice``, so that nothing is left to hand over."""
-    return choice.finish_reason is FinishReason.STOP and isinstance(choice.stop_reason, str)

@@ -32,7 +32,6 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_chars: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     report: RequestReport | None = None
@@ -45,7 +44,6 @@ class Choice:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
-        self.num_chars += len(delta.text)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.report = delta.report or self.report
@@ -85,19 +83,24 @@ class AnswerFormat(Protocol):
         ...
 
 
+def usage_so_far(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    """Return OpenAI's usage object for a chunk in the middle of an answer."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "completion_tokens": num_completion_tokens,
+    }
+
+
 def usage_of(choices: Sequence[Choice], num_prompt_tokens: int) -> Json:
-    """Return OpenAI's usage object; cached tokens are those of this instance's own cache."""
+    """Return the usage of a whole answer; cached tokens are of this instance's own cache."""
     num_completion = sum(len(choice.token_ids) for choice in choices)
     reports = [choice.report for choice in choices if choice.report is not None]
     details = None
     if reports:
         details = {"cached_tokens": sum(report.num_cached_tokens for report in reports)}
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "total_tokens": num_prompt_tokens + num_completion,
-        "completion_tokens": num_completion,
-        "prompt_tokens_details": details,
-    }
+    usage = usage_so_far(num_prompt_tokens, num_completion)
+    return usage | {"prompt_tokens_details": details}
 
 
 def extras_of(choices: Sequence[Choice], *, with_report: bool) -> Json:
@@ -125,7 +128,7 @@ class CompletionFormat:
         shown: Json = {
             "index": choice.index,
             "text": delta.text,
-            "logprobs": self._logprobs(delta, choice.num_chars - len(delta.text)),
+            "logprobs": self._logprobs(delta, delta.text_offset),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }

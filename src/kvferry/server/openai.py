@@ -14,7 +14,7 @@ from aiohttp import web
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams
+from kvferry.protocol.params import KvTransferParams, Role
 from kvferry.protocol.signing import SIGNATURE_HEADER
 from kvferry.server.answering import Job, answer
 from kvferry.server.app_keys import SERVICE
@@ -139,15 +139,16 @@ def _envelope(
 def _job(
     request: CompletionRequest | ChatRequest, accepted: _Accepted, shapes: AnswerFormat
 ) -> Job:
-    stop_token_ids = request.stop_token_ids or ()
+    # A prefill leg ends after one token anyway; decode says it, and so finds the stop string.
+    is_prefill = accepted.transfer is not None and accepted.transfer.role is Role.PREFILL
     return Job(
         requests=_engine_requests(request, accepted),
         format=shapes,
         options=ChoiceOptions(
-            stop_strings=request.stop_strings,
+            stop_strings=() if is_prefill else request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
-            stop_token_ids=frozenset(stop_token_ids),
+            stop_token_ids=frozenset(request.stop_token_ids or ()),
             wants_report=bool(request.kv_report),
         ),
         num_prompt_tokens=sum(len(prompt) for prompt in accepted.prompts),

@@ -81,6 +81,10 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     """One a token, where they were asked for."""
+    text_offset: int = 0
+    """Characters of the choice before ``text``."""
+    num_tokens: int = 0
+    """Tokens of the choice, these included."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     report: RequestReport | None = None
@@ -95,6 +99,7 @@ class ChoiceAssembler:
         self._options = options
         self._matcher = StopMatcher(options.stop_strings, include_stop=options.include_stop)
         self._num_tokens = 0
+        self._num_chars = 0
         self._matched_stop: str | None = None
         self._is_finished = False
 
@@ -107,11 +112,6 @@ class ChoiceAssembler:
     def needs_abort(self) -> bool:
         """Whether a stop string was reached, so that the engine has to be told to stop."""
         return self._matched_stop is not None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens shown so far, the one that completed a stop string included."""
-        return self._num_tokens
 
     def feed(self, output: TokenOutput) -> Delta | None:
         """Add one output; return what it adds for the client, None for nothing."""
@@ -129,8 +129,11 @@ class ChoiceAssembler:
         if stop is not None and output.finish_reason is None and self._options.wants_report:
             finish_reason, stop_reason = None, None
         self._is_finished = finish_reason is not None
+        self._num_chars += len(text)
         return Delta(
             text=text,
+            text_offset=self._num_chars - len(text),
+            num_tokens=self._num_tokens,
             token_ids=() if output.token_id is None else (output.token_id,),
             logprobs=() if output.logprob is None else (output.logprob,),
             finish_reason=finish_reason,
@@ -142,7 +145,11 @@ class ChoiceAssembler:
     def end_without_report(self) -> Delta:
         """End a choice whose stop string was reached, although the engine has not answered yet."""
         self._is_finished = True
-        return Delta(finish_reason=FinishReason.STOP, stop_reason=self._matched_stop)
+        return Delta(
+            finish_reason=FinishReason.STOP,
+            stop_reason=self._matched_stop,
+            num_tokens=self._num_tokens,
+        )
 
     def _end_after_stop(self, output: TokenOutput) -> Delta | None:
         if output.finish_reason is None:
@@ -151,6 +158,7 @@ class ChoiceAssembler:
         return Delta(
             finish_reason=FinishReason.STOP,
             stop_reason=self._matched_stop,
+            num_tokens=self._num_tokens,
             report=output.report,
             handoff=output.handoff,
         )

@@ -1,0 +1,392 @@
+"""A scripted engine, a byte tokenizer and a served instance made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvferry.clock import SystemClock
+from kvferry.connector.ports import (
+    ConnectorSnapshot,
+    HandoffOffer,
+    PromptIdentity,
+    ReceiveResult,
+)
+from kvferry.engine.request import (
+    EngineRequest,
+    FinishReason,
+    OutputCallback,
+    RequestReport,
+    TokenOutput,
+)
+from kvferry.engine.tokenizer import DetokenizerStream
+from kvferry.errors import RequestError
+from kvferry.observe.metrics import Metrics
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, RequestId, TransferId
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.messages import InstanceInfo
+from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
+from kvferry.server.app import HttpServer, build_app
+from kvferry.server.config import HttpConfig
+from kvferry.server.service import InstanceService, ServedModel, ServiceParts
+
+EOS = 256
+VOCAB_SIZE = 257
+WALL_TIME_S = 1_900_000_000.0
+PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:5555")
+
+
+class ByteTokenizer:
+    """One token per byte, and an end token."""
+
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = (EOS,)
+
+    def __init__(self) -> None:
+        self.encoding_threads: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoding_threads.append(threading.current_thread().name)
+        return list(text.encode())
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        if any(message["role"] == "alien" for message in messages):
+            raise RequestError("the chat template refuses the messages: alien", param="messages")
+        text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        return text + ("[assistant]" if add_generation_prompt else "")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        parts, run = [], bytearray()
+        for token in token_ids:
+            if token < EOS:
+                run.append(token)
+            elif not skip_special_tokens:
+                parts.append(run.decode(errors="replace") + "<eos>")
+                run.clear()
+        return "".join(parts) + run.decode(errors="replace")
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token}>" for token in token_ids]
+
+    def stream(
+        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> DetokenizerStream:
+        return DetokenizerStream(
+            lambda ids: self.decode(ids, skip_special_tokens=False),
+            skipped_ids=frozenset({EOS}) if skip_special_tokens else frozenset(),
+            context_token_ids=prompt_token_ids[-5:],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 10
+    num_free_blocks: int = 10
+    is_alive: bool = True
+
+
+Script = Callable[[EngineRequest], Sequence[TokenOutput]]
+
+
+def says(text: str | bytes, reason: FinishReason = FinishReason.LENGTH) -> Script:
+    """Answer ``text`` a byte at a time; STOP adds the end token."""
+    tokens = list(text.encode() if isinstance(text, str) else text)
+    if reason is FinishReason.STOP:
+        tokens.append(EOS)
+
+    def script(request: EngineRequest) -> list[TokenOutput]:
+        return outputs_of(request, tokens, reason)
+
+    return script
+
+
+def outputs_of(
+    request: EngineRequest, tokens: Sequence[int], reason: FinishReason | None
+) -> list[TokenOutput]:
+    outputs = []
+    for position, token in enumerate(tokens):
+        is_last = position == len(tokens) - 1 and reason is not None
+        stopped = is_last and reason is FinishReason.STOP
+        outputs.append(
+            TokenOutput(
+                request_id=request.request_id,
+                token_id=token,
+                logprob=_logprob(request, token),
+                finish_reason=reason if is_last else None,
+                stop_token_id=token if stopped else None,
+                report=report_of(request) if is_last else None,
+            )
+        )
+    return outputs
+
+
+def _logprob(request: EngineRequest, token: int) -> TokenLogprob | None:
+    if request.sampling.logprobs is None:
+        return None
+    top = ((token, -0.5), (ord("z"), -1.5))
+    return TokenLogprob(-0.5, top[: request.sampling.logprobs])
+
+
+def report_of(request: EngineRequest) -> RequestReport:
+    return RequestReport(
+        arrived_s=1.0, num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=3
+    )
+
+
+@dataclass(slots=True)
+class ScriptedEngine:
+    """Answers by ``script`` on a thread of its own; without one, when the test says ``emit``."""
+
+    script: Script | None = None
+    refusal: RequestError | None = None
+    answers_aborts: bool = True
+    requests: list[EngineRequest] = field(default_factory=list)
+    aborted: list[RequestId] = field(default_factory=list)
+    _callbacks: dict[RequestId, OutputCallback] = field(default_factory=dict)
+    _changed: threading.Event = field(default_factory=threading.Event)
+    _loop_events: list[asyncio.Event] = field(default_factory=list)
+
+    def submit(self, request: EngineRequest, on_output: OutputCallback) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self._callbacks[request.request_id] = on_output
+        self._notify()
+        if self.script is not None:
+            outputs = self.script(request)
+            threading.Thread(target=self._send, args=(outputs, on_output)).start()
+
+    def abort(self, request_id: RequestId) -> None:
+        self.aborted.append(request_id)
+        self._notify()
+        if self.answers_aborts and request_id in self._callbacks:
+            request = next(item for item in self.requests if item.request_id == request_id)
+            self._callbacks[request_id](
+                TokenOutput(
+                    request_id=request_id,
+                    finish_reason=FinishReason.ABORT,
+                    report=report_of(request),
+                )
+            )
+
+    def emit(self, request: EngineRequest, text: str) -> None:
+        self._send(outputs_of(request, list(text.encode()), None), self.callback(request))
+
+    def finish(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
+        self.callback(request)(
+            TokenOutput(
+                request_id=request.request_id,
+                finish_reason=reason,
+                error=error or None,
+                report=report_of(request),
+            )
+        )
+
+    def callback(self, request: EngineRequest) -> OutputCallback:
+        return self._callbacks[request.request_id]
+
+    async def wait_requests(self, count: int = 1) -> EngineRequest:
+        await self._wait(lambda: len(self.requests) >= count)
+        return self.requests[-1]
+
+    async def wait_aborted(self, count: int = 1) -> None:
+        await self._wait(lambda: len(self.aborted) >= count)
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                event = asyncio.Event()
+                self._loop_events.append(event)
+                await event.wait()
+
+    def _notify(self) -> None:
+        events, self._loop_events = self._loop_events, []
+        for event in events:
+            event.set()
+
+    @staticmethod
+    def _send(outputs: Sequence[TokenOutput], on_output: OutputCallback) -> None:
+        for output in outputs:
+            on_output(output)
+
+
+class FakeConnector:
+    """Records what the server tells it."""
+
+    def __init__(self) -> None:
+        self.withdrawn: list[TransferId] = []
+        self.ended: list[TransferId] = []
+        self.withdrawals = asyncio.Event()
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        self.withdrawn.append(transfer_id)
+        self.withdrawals.set()
+
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        self.ended.append(transfer_id)
+
+    def snapshot(self) -> ConnectorSnapshot:
+        return ConnectorSnapshot(num_handoffs_held=2)
+
+    def begin_receive(
+        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+    ) -> None:
+        raise AssertionError("the engine's to call")
+
+    def receive(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
+    ) -> None:
+        raise AssertionError("the engine's to call")
+
+    def take_results(self) -> list[ReceiveResult]:
+        raise AssertionError("the engine's to call")
+
+    def offer(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
+    ) -> HandoffOffer:
+        raise AssertionError("the engine's to call")
+
+    def give_up_oldest(self, num_blocks: int) -> int:
+        raise AssertionError("the engine's to call")
+
+
+def hands_over(text: str) -> Script:
+    """Prefill's answer: one token and the handoff."""
+
+    def script(request: EngineRequest) -> list[TokenOutput]:
+        return [handoff_output(request, text)]
+
+    return script
+
+
+def handoff_output(request: EngineRequest, text: str) -> TokenOutput:
+    assert request.transfer is not None
+    token = text.encode()[0]
+    return TokenOutput(
+        request_id=request.request_id,
+        token_id=token,
+        finish_reason=FinishReason.LENGTH,
+        report=report_of(request),
+        handoff=KvTransferParams(
+            transfer_id=request.transfer.transfer_id,
+            role=Role.DECODE,
+            peer=PEER,
+            first_token=FirstToken(token, 11),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            lease_s=30.0,
+        ),
+    )
+
+
+LAYOUT = KVLayout(
+    model_name="tiny",
+    weights_digest="w",
+    config_digest="c",
+    kv_dtype="float32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=2,
+    block_size_tokens=16,
+    block_bytes=256,
+    attention_backend="paged",
+    region_strides=(256, 128, 64, 8, 8, 4),
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """A running server and everything behind it."""
+
+    engine: ScriptedEngine
+    tokenizer: ByteTokenizer
+    connector: FakeConnector
+    metrics: Metrics
+    client: aiohttp.ClientSession
+    server: HttpServer
+    url: str
+    figures: Figures = field(default_factory=Figures)
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        async with self.client.post(path, json=body) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the data of every event; the last must be ``[DONE]`` and is left out."""
+        async with self.client.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return parse_events(await response.read())
+
+
+def parse_events(data: bytes) -> list[Any]:
+    *events, done, end = data.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    engine: ScriptedEngine,
+    *,
+    http: HttpConfig | None = None,
+    cluster_key: bytes | None = None,
+    with_connector: bool = True,
+) -> AsyncIterator[Served]:
+    tokenizer, connector, metrics = ByteTokenizer(), FakeConnector(), Metrics()
+    config = http or HttpConfig(shutdown_timeout_s=1.0)
+    served: Served
+
+    def describe() -> InstanceInfo:
+        return InstanceInfo(
+            InstanceId("tiny-0"),
+            Epoch(9),
+            "tcp://127.0.0.1:5556",
+            LAYOUT.fingerprint(),
+            LAYOUT,
+            "shm",
+            ("pull",),
+            10,
+            8,
+        )
+
+    parts = ServiceParts(
+        engine=engine,
+        figures=lambda: served.figures,
+        tokenizer=tokenizer,
+        connector=connector if with_connector else None,
+        describe=describe,
+        model=ServedModel(
+            names=("tiny", "alias"), max_model_len=100, vocab_size=VOCAB_SIZE, created_s=5
+        ),
+        metrics=metrics,
+        clock=SystemClock(),
+        wall_time_s=lambda: WALL_TIME_S,
+        http=config,
+        cluster_key=cluster_key,
+    )
+    service = InstanceService(parts, asyncio.get_running_loop())
+    server = HttpServer(build_app(service), config)
+    url = await server.start()
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as client:
+        served = Served(engine, tokenizer, connector, metrics, client, server, url)
+        try:
+            yield served
+        finally:
+            await client.close()
+            await server.close()
+            service.close()

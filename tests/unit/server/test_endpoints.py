@@ -1,0 +1,109 @@
+import pytest
+
+from kvferry.server.config import HttpConfig
+from tests.unit.server.fakes import Figures, ScriptedEngine, says, serve
+
+
+async def test_tokenize_and_detokenize_are_inverse() -> None:
+    async with serve(ScriptedEngine()) as served:
+        status, body = await served.post("/tokenize", {"prompt": "é!", "model": "tiny"})
+        _, back = await served.post("/detokenize", {"tokens": body["tokens"]})
+    assert status == 200
+    assert body == {
+        "count": 3,
+        "max_model_len": 100,
+        "tokens": list("é!".encode()),
+        "token_strs": None,
+    }
+    assert back == {"prompt": "é!"}
+
+
+async def test_tokenize_takes_messages_and_returns_strings() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    async with serve(ScriptedEngine()) as served:
+        _, body = await served.post("/tokenize", {"messages": messages, "return_token_strs": True})
+        _, bare = await served.post(
+            "/tokenize", {"messages": messages, "add_generation_prompt": False}
+        )
+    assert bytes(body["tokens"]) == b"[user]a[assistant]"
+    assert body["token_strs"][0] == f"<{ord('[')}>"
+    assert bytes(bare["tokens"]) == b"[user]a"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ],
+)
+async def test_wrong_bodies_are_refused(path: str, body: object, param: str) -> None:
+    async with serve(ScriptedEngine()) as served:
+        status, answer = await served.post(path, body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+
+
+async def test_health_follows_the_engine() -> None:
+    async with serve(ScriptedEngine()) as served:
+        async with served.client.get("/health") as response:
+            assert response.status == 200
+        served.figures = Figures(is_alive=False)
+        async with served.client.get("/health") as response:
+            assert response.status == 503
+
+
+async def test_metrics_count_requests_and_tokens() -> None:
+    async with serve(ScriptedEngine(says("abc"))) as served:
+        await served.post("/v1/completions", {"prompt": "ab"})
+        served.figures = Figures(num_running=2, num_waiting=1, num_free_blocks=4)
+        async with served.client.get("/metrics") as response:
+            assert response.content_type == "text/plain"
+            lines = (await response.text()).splitlines()
+    for line in (
+        "kvferry_prompt_tokens_total 2.0",
+        "kvferry_generation_tokens_total 3.0",
+        'kvferry_request_success_total{finished_reason="length"} 1.0',
+        "kvferry_time_to_first_token_seconds_count 1.0",
+        "kvferry_inter_token_latency_seconds_count 2.0",
+        "kvferry_num_requests_running 2.0",
+        "kvferry_num_requests_waiting 1.0",
+        "kvferry_kv_cache_usage_perc 0.6",
+        "kvferry_handoffs_held 2.0",
+    ):
+        assert line in lines
+
+
+async def test_unknown_paths_and_methods_have_openai_errors() -> None:
+    async with serve(ScriptedEngine()) as served:
+        async with served.client.get("/v2") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        async with served.client.get("/v1/completions") as response:
+            assert response.status == 405
+            assert "POST" in (await response.json())["error"]["message"]
+
+
+async def test_a_body_over_the_limit_is_refused() -> None:
+    async with serve(ScriptedEngine(says("x")), http=HttpConfig(max_body_bytes=1000)) as served:
+        status, body = await served.post("/v1/completions", {"prompt": "a" * 2000})
+        fine, _ = await served.post("/v1/completions", {"prompt": "a" * 500})
+    assert status == 413
+    assert body["error"]["code"] == "request_too_large"
+    assert fine == 200
+
+
+async def test_an_unexpected_error_is_not_shown_to_clients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(ScriptedEngine(says("x"))) as served:
+        monkeypatch.setattr(served.tokenizer, "encode", None)
+        status, body = await served.post("/v1/completions", {"prompt": "secret"})
+    assert status == 500
+    assert body["error"]["message"] == "internal error; see the server's log"
+    assert any(record.exc_info for record in caplog.records)
+    assert "secret" not in caplog.text

@@ -1,0 +1,171 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvferry.errors import RequestError
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.params import FirstToken, KvTransferParams, Role, emit_params
+from kvferry.protocol.signing import SIGNATURE_HEADER, sign
+from tests.unit.server.fakes import (
+    LAYOUT,
+    PEER,
+    WALL_TIME_S,
+    ScriptedEngine,
+    hands_over,
+    says,
+    serve,
+)
+
+COMPLETIONS = "/v1/completions"
+KEY = b"k" * 32
+PREFILL = KvTransferParams(transfer_id=TransferId("xfer-1"), role=Role.PREFILL)
+DECODE = KvTransferParams(
+    transfer_id=TransferId("xfer-1"),
+    role=Role.DECODE,
+    peer=PEER,
+    first_token=FirstToken(120, 11),
+    num_prompt_tokens=3,
+)
+
+
+def body(params: KvTransferParams, **fields: object) -> dict[str, Any]:
+    return {"prompt": "abc", "kv_transfer_params": emit_params(params)} | fields
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prefill_leg_is_answered_whole_with_the_handoff(stream: bool) -> None:
+    async with serve(ScriptedEngine(hands_over("x"))) as served:
+        ask = body(PREFILL, stream=stream, stop="x", kv_report=True)
+        status, answer = await served.post(COMPLETIONS, ask)
+        assert served.engine.requests[0].transfer == PREFILL
+    assert status == 200
+    assert answer["kv_transfer_params"] == emit_params(DECODE) | {"lease_s": 30.0}
+    assert answer["kv_report"]["num_prompt_tokens"] == 3
+    assert answer["choices"][0]["text"] == "x"
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_decode_leg_carries_the_parameters_to_the_engine() -> None:
+    async with serve(ScriptedEngine(says("xy"))) as served:
+        status, answer = await served.post(COMPLETIONS, body(DECODE))
+        assert served.engine.requests[0].transfer == DECODE
+    assert status == 200
+    assert answer["choices"][0]["text"] == "xy"
+    assert "kv_transfer_params" not in answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"kv_transfer_params": {"role": "prefill"}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": 5}, "kv_transfer_params"),
+    ],
+)
+async def test_wrong_transfers_are_refused(fields: dict[str, Any], param: str) -> None:
+    async with serve(ScriptedEngine(says("x"))) as served:
+        status, answer = await served.post(COMPLETIONS, body(PREFILL) | fields)
+        assert served.engine.requests == []
+    assert status == 400
+    assert answer["error"]["param"] == param
+
+
+async def test_an_instance_that_exchanges_nothing_says_so() -> None:
+    async with serve(ScriptedEngine(says("x")), with_connector=False) as served:
+        status, answer = await served.post(COMPLETIONS, body(PREFILL))
+    assert status == 400
+    assert "exchanges no KV" in answer["error"]["message"]
+
+
+async def test_a_transfer_id_in_use_is_refused_and_can_be_cancelled() -> None:
+    async with serve(ScriptedEngine()) as served:
+        first = asyncio.create_task(served.post(COMPLETIONS, body(DECODE)))
+        request = await served.engine.wait_requests()
+        status, _ = await served.post(COMPLETIONS, body(DECODE))
+        async with served.client.delete("/kvferry/transfers/xfer-1") as response:
+            assert response.status == 204
+        await served.engine.wait_aborted()
+        ended, _ = await first
+        assert served.engine.aborted == [request.request_id]
+        assert served.connector.withdrawn == ["xfer-1"]
+        assert served.connector.ended == ["xfer-1"]
+    assert status == 409
+    assert ended == 503
+
+
+async def test_cancelling_an_unknown_transfer_is_fine() -> None:
+    async with (
+        serve(ScriptedEngine()) as served,
+        served.client.delete("/kvferry/transfers/xfer-9") as response,
+    ):
+        assert response.status == 204
+        assert served.engine.aborted == []
+
+
+def signed(
+    data: bytes, *, key: bytes = KEY, expires_s: float = 60, transfer: str = "xfer-1"
+) -> dict[str, str]:
+    return {SIGNATURE_HEADER: sign(key, data, TransferId(transfer), int(WALL_TIME_S + expires_s))}
+
+
+DATA = b'{"prompt":"abc","kv_transfer_params":{"transfer_id":"xfer-1","role":"prefill"}}'
+
+
+async def test_a_signed_transfer_is_honoured() -> None:
+    async with (
+        serve(ScriptedEngine(hands_over("x")), cluster_key=KEY) as served,
+        served.client.post(COMPLETIONS, data=DATA, headers=signed(DATA)) as response,
+    ):
+        assert response.status == 200
+        assert "kv_transfer_params" in await response.json()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {SIGNATURE_HEADER: "rubbish"},
+        signed(DATA, key=b"x" * 32),
+        signed(DATA + b" "),
+        signed(DATA, expires_s=-1),
+        signed(DATA, transfer="xfer-2"),
+    ],
+    ids=["none", "malformed", "other-key", "other-body", "expired", "other-transfer"],
+)
+async def test_an_unsigned_transfer_runs_as_a_plain_request(headers: dict[str, str]) -> None:
+    async with (
+        serve(ScriptedEngine(says("plain")), cluster_key=KEY) as served,
+        served.client.post(COMPLETIONS, data=DATA, headers=headers) as response,
+    ):
+        assert response.status == 200
+        answer = await response.json()
+        assert served.engine.requests[0].transfer is None
+        async with served.client.get("/metrics") as metrics:
+            text = await metrics.text()
+    assert answer["choices"][0]["text"] == "plain"
+    assert "kvferry_unsigned_params_total 1.0" in text
+
+
+async def test_the_instance_describes_itself() -> None:
+    async with serve(ScriptedEngine()) as served, served.client.get("/kvferry/instance") as reply:
+        shown = await reply.json()
+    assert shown["instance_id"] == "tiny-0"
+    assert shown["epoch"] == 9
+    assert shown["control_address"] == "tcp://127.0.0.1:5556"
+    assert shown["fingerprint"] == LAYOUT.fingerprint().hex()
+    assert shown["layout"]["block_bytes"] == 256
+    assert shown["transport"] == "shm"
+    assert shown["capabilities"] == ["pull"]
+    assert (shown["num_blocks"], shown["num_free_blocks"]) == (10, 8)
+    assert shown["exchange"]["num_handoffs_held"] == 2
+
+
+async def test_the_engines_refusal_of_a_transfer_is_told() -> None:
+    refusal = RequestError("no such peer", param="kv_transfer_params.peer")
+    async with serve(ScriptedEngine(refusal=refusal)) as served:
+        status, answer = await served.post(COMPLETIONS, body(DECODE))
+    assert status == 400
+    assert answer["error"]["param"] == "kv_transfer_params.peer"
