@@ -1,6 +1,6 @@
 """Write the connector's state tables into docs/protocol.md, or check that they are there.
 
-    python scripts/render_state_tables.py [--check]
+python scripts/render_state_tables.py [--check]
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from kvferry.bench.client import CompletionClient
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment, Supervisor
 from kvferry.cluster.topology import InstanceGroup, Topology
-from kvferry.protocol.params import Role
 from kvferry.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.soak
@@ -123,10 +122,8 @@ async def test_every_answer_is_right_and_every_block_comes_back(
             time.monotonic() < settle_end_s
         ):
             await asyncio.sleep(0.2)
-        prefill_urls = deployment.urls(Role.PREFILL)
     assert not tally.wrong
     assert not holding
-    assert len(prefill_urls) == 2
     assert tally.num_right > 0
     assert tally.num_moved > 0
 
