@@ -40,7 +40,7 @@ class Plain:
                 folder, attn_implementation="sdpa", dtype=torch.float32
             ).eval()
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         tokens: list[int] = []
         feed, cache = torch.tensor([list(prompt)]), None
@@ -175,6 +175,7 @@ def test_handoffs_of_all_border_lengths(folder: Path, plain: Plain) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(300)  # the model may have to be converted first
 def test_sixteen_prompts_on_the_bundled_model() -> None:
     from kvferry.engine.bundled_model import bundled_model_dir
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.engine.attention import ChunkSegment, DecodeGroup, PagedBatch
-from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
 from kvferry.engine.scheduler import Chunk
+
+if TYPE_CHECKING:
+    from kvferry.engine.model import LoadedModel
 
 Logits = npt.NDArray[np.float32]
 

@@ -20,6 +20,7 @@ from kvferry.engine.attention import ATTENTION_NAME, PagedBatch, register_paged_
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.linear import prepack_linears
 from kvferry.engine.paged_cache import CacheShape
+from kvferry.engine.self_check import reference_logits, require_equal_logits
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 
@@ -104,8 +105,8 @@ class LoadedModel:
 def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
     """Load the model in ``folder`` from local safetensors files.
 
-    Raises ``ConfigError`` if the folder cannot be read, or holds a kind of model that the paged
-    attention does not support.
+    Its logits for a short prompt are compared with the unmodified model's. Raises ``ConfigError``
+    if the folder cannot be read, or holds a model that the paged attention computes wrongly.
     """
     folder = Path(folder)
     if config.num_threads is not None:
@@ -115,8 +116,9 @@ def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
     settings: PretrainedConfig = module.config
     _refuse_unsupported(module, settings)
     heads = int(settings.num_attention_heads)
+    expected = reference_logits(module)
     packed = prepack_linears(module) if config.prepack_linears else 0
-    return LoadedModel(
+    model = LoadedModel(
         module=module,
         name=folder.resolve().name,
         dtype=next(module.parameters()).dtype,
@@ -132,6 +134,8 @@ def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
         config_digest=_config_digest(settings),
         num_prepacked_linears=packed,
     )
+    require_equal_logits(model, expected)
+    return model
 
 
 @contextlib.contextmanager
