@@ -13,7 +13,9 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.transport.base import Transport
+from kvferry.transport.host import ProcessIdentity
 
+_Factory = Callable[[dict[str, object], ProcessIdentity | None], Transport]
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -41,8 +43,10 @@ def default_transport() -> str:
     return "shm"
 
 
-def create_transport(name: str, **options: object) -> Transport:
-    """Return a fresh transport.
+def create_transport(
+    name: str, *, process: ProcessIdentity | None = None, **options: object
+) -> Transport:
+    """Return a fresh transport. ``process`` is who we say we are, by default the real one.
 
     ``nixl`` takes ``backend`` ("UCX" or "LIBFABRIC"), ``ucx_tls`` and ``ucx_net_devices``;
     ``shm`` takes none. Raises ``ConfigError`` for a name or an option that does not exist.
@@ -50,27 +54,28 @@ def create_transport(name: str, **options: object) -> Transport:
     factories = _factories()
     if name not in factories:
         raise ConfigError(_unknown("transport", name, factories))
-    return factories[name](options)
+    return factories[name](options, process)
 
 
-def _factories() -> dict[str, Callable[[dict[str, object]], Transport]]:
+def _factories() -> dict[str, _Factory]:
     return {"nixl": _create_nixl, "shm": _create_shm}
 
 
-def _create_nixl(options: dict[str, object]) -> Transport:
+def _create_nixl(options: dict[str, object], process: ProcessIdentity | None) -> Transport:
     # Any: what a module attribute's call takes is checked below, by name and by value.
     nixl: Any = importlib.import_module("kvferry.transport.nixl")
     _require_known("nixl", options, ("backend", "ucx_tls", "ucx_net_devices"))
     backend = options.get("backend", "UCX")
     if backend not in ("UCX", "LIBFABRIC"):
         raise ConfigError(f"nixl backend {backend!r} is neither 'UCX' nor 'LIBFABRIC'")
-    transport: Transport = nixl.NixlTransport(nixl.NixlOptions(**options))
+    transport: Transport = nixl.NixlTransport(nixl.NixlOptions(**options), process)
     return transport
 
 
-def _create_shm(options: dict[str, object]) -> Transport:
+def _create_shm(options: dict[str, object], process: ProcessIdentity | None) -> Transport:
     _require_known("shm", options, ())
-    transport: Transport = importlib.import_module("kvferry.transport.shm").ShmTransport()
+    shm: Any = importlib.import_module("kvferry.transport.shm")  # Any: a module's attribute.
+    transport: Transport = shm.ShmTransport(process)
     return transport
 
 
