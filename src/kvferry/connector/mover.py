@@ -7,7 +7,6 @@ millisecond. Nothing here waits for an engine step, and no engine thread waits f
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import select
@@ -41,6 +40,7 @@ from kvferry.connector.readers import BlockDigester, Readers
 from kvferry.connector.reads import Reads
 from kvferry.connector.sessions import Sendable, Session, SessionState
 from kvferry.errors import FerryError
+from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import ExchangeMetrics
 from kvferry.protocol.messages import Hello, InstanceInfo, InstanceQuery
 from kvferry.protocol.params import PeerAddress
@@ -53,7 +53,7 @@ MAX_TURN_S = 0.001
 MAX_WAIT_S = 60.0
 FAILURE_REST_S = 0.05
 """After a bug was met: keeps a failure that repeats from eating a core."""
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -266,6 +266,8 @@ class Mover:
         self._turn_s = MIN_TURN_S
         session = self._sessions.get(effect.peer)
         link = session.link if session is not None else None
+        num_blocks = len(effect.local_blocks)
+        _logger.debug("reading %d blocks of %s", num_blocks, effect.transfer_id)
         self._handle(self._reads.post(effect, link))
 
     def _session(self, peer: PeerAddress) -> Session:
@@ -295,7 +297,7 @@ class Mover:
     def _open_session(self, peer: PeerAddress) -> Session:
         parts = self._parts
         client = ControlClient(self._context, peer.control_address, self._count_malformed)
-        link = parts.transport.open_link(peer.instance_id)
+        link = parts.transport.open_link(peer.instance_id, peer_writes=False)
         hello = Hello(
             parts.hello.instance_id,
             parts.hello.epoch,

@@ -116,7 +116,7 @@ class Readers:
             self._drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
             return Declined(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
-        link = self._transport.open_link(reader)
+        link = self._transport.open_link(reader, peer_writes=False)
         try:
             link.connect(hello.transport_metadata)
         except FerryError as error:

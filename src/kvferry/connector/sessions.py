@@ -8,11 +8,12 @@ comes back as events.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
 
 from kvferry.clock import Clock
-from kvferry.connector.control import ControlClient
 from kvferry.connector.effects import SendAcquire, SendRelease, SendRenew
 from kvferry.connector.events import AcquireAnswered, Event, PeerLost
 from kvferry.connector.ports import ReceiveOutcome
@@ -21,6 +22,7 @@ from kvferry.protocol.messages import (
     Acquire,
     Declined,
     DeclineReason,
+    Envelope,
     Granted,
     Hello,
     HelloReply,
@@ -53,12 +55,30 @@ class _Awaited:
     is_hello: bool = False
 
 
+class RequestChannel(Protocol):
+    """The part of ``ControlClient`` that sessions use."""
+
+    socket: zmq.Socket[bytes]
+
+    def send(self, message: Request) -> int | None:
+        """Send without waiting; return the sequence number, or None if the queue is full."""
+        ...
+
+    def receive(self) -> list[Envelope]:
+        """Return the replies that have arrived."""
+        ...
+
+    def close(self) -> None:
+        """Close the socket."""
+        ...
+
+
 @dataclass(slots=True)
 class Session:
     """One peer that is talked to. ``hello`` is this side's greeting, its link's metadata in it."""
 
     peer: PeerAddress
-    client: ControlClient
+    client: RequestChannel
     link: Link
     hello: Hello
     clock: Clock
@@ -210,9 +230,6 @@ class Session:
                     epoch,
                     effect.outcome,
                 )
-
-
-SessionFactory = Callable[[PeerAddress], Session]
 
 
 def require_same_memory(ours: Hello, theirs: Hello | HelloReply) -> None:

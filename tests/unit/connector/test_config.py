@@ -1,0 +1,48 @@
+"""Options that make no sense, or that would open the instance to strangers, are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.config import endpoint, is_loopback
+from kvferry.errors import ConfigError
+from tests.unit.connector.conftest import make_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"handoff_lease_s": 0.0}, "handoff_lease_s"),
+        ({"receive_timeout_s": float("nan")}, "receive_timeout_s"),
+        ({"control_timeout_s": float("inf")}, "control_timeout_s"),
+        ({"max_held_share": 0.0}, "max_held_share"),
+        ({"max_quarantine_share": 1.5}, "max_quarantine_share"),
+        ({"control_port": 70_000}, "control_port"),
+        ({"cluster_key": b"short"}, "32 bytes"),
+        ({"control_host": "0.0.0.0"}, "cluster key"),
+        ({"control_host": "prefill.example"}, "cluster key"),
+    ],
+)
+def test_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(**changes)
+
+
+def test_other_hosts_are_fine_with_a_key() -> None:
+    assert make_config(control_host="0.0.0.0", cluster_key=b"k" * 32).control_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example", ""])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_ipv6_endpoints_have_brackets() -> None:
+    assert endpoint("::1", 5) == "tcp://[::1]:5"
+    assert endpoint("[::1]", 5) == "tcp://[::1]:5"
+    assert endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
