@@ -1,9 +1,11 @@
-"""Options of one instance's HTTP side. The engine's and the exchange's options are their own."""
+"""Options of one instance: the HTTP side's own, joined with the engine's and the exchange's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.connector.config import ExchangeConfig
+from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -31,3 +33,20 @@ class HttpConfig:
             raise ConfigError(
                 f"shutdown_timeout_s must be 0 to 3600 seconds, not {self.shutdown_timeout_s}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """Everything that one instance is started with."""
+
+    model: str
+    """A model folder, or the bundled model's name."""
+    engine: EngineConfig
+    exchange: ExchangeConfig
+    http: HttpConfig
+    served_model_names: tuple[str, ...] = ()
+    """What clients call the model; none: ``model`` itself."""
+    transport: str = "auto"
+    """``nixl``, ``shm``, or ``auto``: the best that works here."""
+    ucx_tls: str | None = None
+    """UCX transports for nixl; None leaves UCX its choice."""
