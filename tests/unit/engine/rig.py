@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvferry.blocks.integrity import check_integrity
 from kvferry.blocks.pool import BlockPool
@@ -179,7 +179,7 @@ class Rig:
         self.connector.engine = self.engine
         self._num_requests = 0
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         self.engine.start()
         return self
 

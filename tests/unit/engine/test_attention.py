@@ -1,0 +1,96 @@
+"""Paged attention against attention computed in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.engine.attention import (
+    ChunkSegment,
+    DecodeGroup,
+    PagedBatch,
+    _attend_chunk,
+    _attend_chunk_on_cpu,
+    _Heads,
+    paged_attention,
+)
+from kvferry.errors import ConfigError
+
+HEADS, KV_HEADS, SIZE = 6, 2, 8
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor:
+    """``[1, heads, tokens, size]`` over past and chunk; ``[1, tokens, heads, size]`` out."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    scores = query @ keys.transpose(2, 3) * 0.3
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(before)
+    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("count", "before"), [(5, 0), (5, 1), (1, 7), (70, 33), (33, 200)])
+@pytest.mark.parametrize("attend", [_attend_chunk, _attend_chunk_on_cpu])
+def test_chunks_with_and_without_a_past(count: int, before: int, attend: object) -> None:
+    assert callable(attend)
+    torch.manual_seed(count)
+    query = torch.randn(1, count, HEADS, SIZE).transpose(1, 2)
+    key = torch.randn(1, before + count, KV_HEADS, SIZE).transpose(1, 2)
+    value = torch.randn(1, before + count, KV_HEADS, SIZE).transpose(1, 2)
+    heads = _Heads(query, key[:, :, before:], value[:, :, before:], 0.3)
+    past = torch.stack((key[:, :, :before], value[:, :, :before])) if before else None
+    found = attend(heads, past)
+    assert torch.allclose(found, naive(query, key, value, before), atol=1e-5)
+
+
+def module(layer: int = 0) -> torch.nn.Module:
+    result = torch.nn.Module()
+    result.layer_idx = layer  # type: ignore[assignment]
+    return result
+
+
+def test_padded_decodes_see_their_own_tokens_only() -> None:
+    """Two sequences of 5 and 3 tokens in blocks of 2, scattered; one new token each."""
+    torch.manual_seed(0)
+    tables, lengths, block_size = ((3, 0, 5), (4, 1)), (5, 3), 2
+    pages = torch.full((2 * 6, block_size * KV_HEADS * SIZE), float("nan"))
+    pages.nan_to_num_(nan=77.0)
+    slots = pages.view(-1, KV_HEADS * SIZE)
+    sequences = [torch.randn(2, length, KV_HEADS * SIZE) for length in lengths]
+    write = torch.empty(1, 2, 2, dtype=torch.int64)
+    for index, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        for position in range(length):
+            for half in range(2):
+                slot = (table[position // 2] * 2 + half) * block_size + position % 2
+                if position == length - 1:
+                    write[0, half, index] = slot
+                else:
+                    slots[slot] = sequences[index][half, position]
+    padded = [[*tables[0]], [*tables[1], tables[1][-1]]]
+    gather = torch.tensor(padded).view(1, 1, -1) * 2 + torch.tensor([0, 1]).view(1, 2, 1)
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None])[:, None, None, :]
+    group = DecodeGroup(0, 2, 5, gather.view(1, -1), mask)
+    batch = PagedBatch(pages, slots, write, (group,), ())
+    query = torch.randn(1, HEADS, 2, SIZE)
+    new = torch.stack([sequence[:, -1] for sequence in sequences], 1).view(2, 1, 2, KV_HEADS, SIZE)
+    found, _ = paged_attention(
+        module(),
+        query,
+        new[0].transpose(1, 2),
+        new[1].transpose(1, 2),
+        None,
+        scaling=0.3,
+        paged=batch,
+    )
+    for index, sequence in enumerate(sequences):
+        key, value = sequence.view(2, 1, -1, KV_HEADS, SIZE).transpose(2, 3)
+        expected = naive(query[:, :, index : index + 1], key, value, lengths[index] - 1)
+        assert torch.allclose(found[:, index : index + 1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("argument", ["sliding_window", "softcap", "s_aux"])
+def test_an_argument_with_an_unknown_effect_is_refused(argument: str) -> None:
+    empty = torch.empty(0)
+    batch = PagedBatch(empty, empty, empty, (), (ChunkSegment(0, 1, 0, None),))
+    key = torch.zeros(1, KV_HEADS, 1, SIZE)
+    with pytest.raises(ConfigError, match=argument):
+        paged_attention(module(), key, key, key, None, scaling=1.0, paged=batch, **{argument: 3})

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.engine.config import EngineConfig
+from kvferry.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"block_size_tokens": 0}, "block_size_tokens"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"kv_cache_bytes": -1}, "kv_cache_bytes"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"recompute_threshold_tokens": -1}, "recompute_threshold_tokens"),
+        ({"max_num_sequences": 32, "prefill_chunk_tokens": 31}, "prefill_chunk_tokens"),
+        ({"dtype": "int8"}, "dtype"),
+    ],
+)
+def test_a_wrong_value_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig(**options)
+
+
+def test_number_of_blocks_wins_over_bytes() -> None:
+    assert EngineConfig(num_blocks=3, kv_cache_bytes=10_000).pool_num_blocks(10) == 3
+    assert EngineConfig(kv_cache_bytes=10_009).pool_num_blocks(10) == 1000
+    assert EngineConfig().pool_num_blocks(1024) == 512 * 1024
+
+
+def test_bytes_for_less_than_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"9, less than one block of 10"):
+        EngineConfig(kv_cache_bytes=9).pool_num_blocks(10)
