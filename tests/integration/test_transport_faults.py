@@ -7,10 +7,12 @@ writes, and ``NEW`` is what blocks hold once they are in other use.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +26,14 @@ from kvferry.transport.registry import available_transports
 pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 360 * 1024
-NUM_BLOCKS = 720
+NUM_BLOCKS = 480
 OLD, FOREIGN, NEW = 0x11, 0x77, 0x22
 BOUND_S = 20.0
 GRACE_S = 1.0
 MAX_ATTEMPTS = 12
+SCATTERED = [*range(0, NUM_BLOCKS, 2), *range(1, NUM_BLOCKS, 2)]
+"""All blocks, in an order that leaves nothing to coalesce: many requests, not one."""
+ENDS = ("done", "error", "failed")
 
 
 @dataclass(frozen=True)
@@ -92,16 +97,8 @@ class Scene:
         self.link = self.pool.transport.open_link("sender")
         self.connect(metadata)
 
-    def transfer_command(self, action: str = "transfer", operation: str = "WRITE") -> Command:
-        """All blocks, in an order that leaves nothing to coalesce: many requests, not one."""
-        order = [*range(0, NUM_BLOCKS, 2), *range(1, NUM_BLOCKS, 2)]
-        assert action in ("transfer", "abandon")
-        assert operation in ("READ", "WRITE")
-        backwards = order[::-1]
-        command = Command("transfer", operation="WRITE", local=order, remote=backwards)
-        if action == "abandon":
-            command = Command("abandon", operation="WRITE", local=order, remote=backwards)
-        return command
+    def write_command(self, action: Literal["transfer", "abandon"] = "transfer") -> Command:
+        return Command(action, operation="WRITE", local=SCATTERED, remote=SCATTERED[::-1])
 
     def num_foreign(self) -> int:
         """Blocks that have been reached: their last byte is the sender's."""
@@ -111,9 +108,9 @@ class Scene:
         """Let the sender WRITE and signal it with some but not all blocks written."""
         for _ in range(MAX_ATTEMPTS):
             self.bytes[:] = OLD
-            self.sender.send(self.transfer_command())
+            self.sender.send(self.write_command())
             assert self.sender.wait_reply().state == "posting"
-            wait_until(self._has_begun, "the WRITE begins")
+            wait_until(self.has_begun, "the WRITE begins")
             self.sender.send_signal(number)
             if number == signal.SIGSTOP:
                 wait_until(self.is_stopped, "the sender is stopped")
@@ -125,7 +122,7 @@ class Scene:
             self.reconnect()
         pytest.fail(f"never caught in mid WRITE in {MAX_ATTEMPTS} attempts")
 
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         self.link.progress()
         return self.num_foreign() > 0
 
@@ -133,7 +130,7 @@ class Scene:
         def is_finished() -> bool:
             self.link.progress()
             try:
-                return self.sender.wait_reply(timeout_s=0.001).state in ("done", "error")
+                return self.sender.wait_reply(timeout_s=0.001).state in ENDS
             except TransferError:
                 return False
 
@@ -183,9 +180,9 @@ def test_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
 @kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
 def test_running_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
     scene.bytes[:] = OLD
-    scene.sender.send(scene.transfer_command())
+    scene.sender.send(scene.write_command())
     assert scene.sender.wait_reply().state == "posting"
-    wait_until(scene._has_begun, "the WRITE begins")
+    wait_until(scene.has_begun, "the WRITE begins")
     scene.sender.send_signal(signal.SIGKILL)
     scene.disconnect_within()
     wait_until(scene.link.is_quiet, "quiet after the sender's death")
@@ -195,7 +192,7 @@ def test_running_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
 @kinds(shm=SHM, nixl_tcp=TCP, far=FAR)
 def test_sender_gives_up_with_its_write_in_progress(scene: Scene) -> None:
     scene.bytes[:] = OLD
-    scene.sender.send(scene.transfer_command("abandon"))
+    scene.sender.send(scene.write_command("abandon"))
     reply = scene.sender.wait_reply()
     assert (reply.state, reply.error) == ("in_progress", "LocalProtocolError")
     assert not scene.link.is_quiet()
@@ -213,7 +210,7 @@ def test_stopped_sender_on_this_host_is_never_quiet(scene: Scene) -> None:
         assert not scene.link.is_quiet()
     scene.bytes[:] = OLD  # Nobody else uses them: a probe for what the sender still does.
     scene.sender.send_signal(signal.SIGCONT)
-    assert scene.sender.wait_reply().state in ("done", "error")
+    assert scene.sender.wait_reply().state in ENDS
     reached = scene.num_foreign()
     assert (reached > 0) == scene.kind.writes_directly
     assert not scene.link.is_quiet()
@@ -230,15 +227,14 @@ def test_stopped_sender_on_another_host_is_quiet_once_we_have_disconnected(scene
     assert scene.link.is_quiet()
     scene.bytes[:] = NEW
     scene.sender.send_signal(signal.SIGCONT)
-    assert scene.sender.wait_reply().state == "error"
+    assert scene.sender.wait_reply().state in ("error", "failed")
     scene.reuse_and_watch()
 
 
 def read_everything(link: Link) -> TransferStatus:
     """Post a READ of all blocks; ERROR also where the post itself is refused."""
-    order = [*range(0, NUM_BLOCKS, 2), *range(1, NUM_BLOCKS, 2)]
     try:
-        return link.poll(link.read(order, order[::-1]))
+        return link.poll(link.read(SCATTERED, SCATTERED[::-1]))
     except TransferError:
         return TransferStatus.ERROR
 
@@ -259,6 +255,7 @@ def test_holder_stopped_in_mid_read(scene: Scene) -> None:
     scene.bytes[:] = NEW
     scene.sender.send_signal(signal.SIGCONT)
     scene.reuse_and_watch()
+    assert scene.sender.wait_end() == 0
 
 
 def _has_advanced(scene: Scene, transfer: object) -> bool:
@@ -271,8 +268,7 @@ def _has_advanced(scene: Scene, transfer: object) -> bool:
 def test_holder_killed_in_mid_read_ends_in_error(scene: Scene) -> None:
     scene.bytes[:] = OLD
     scene.sender.ask(Command("serve", value=1))
-    order = [*range(0, NUM_BLOCKS, 2), *range(1, NUM_BLOCKS, 2)]
-    transfer = scene.link.read(order, order[::-1])
+    transfer = scene.link.read(SCATTERED, SCATTERED[::-1])
     wait_until(lambda: _has_advanced(scene, transfer), "the READ begins")
     scene.sender.kill()
     wait_until(lambda: scene.link.poll(transfer) is not TransferStatus.IN_PROGRESS, "the READ ends")
@@ -293,14 +289,14 @@ def test_read_from_a_stopped_holder_can_be_given_up(scene: Scene) -> None:
     scene.bytes[:] = NEW
     scene.sender.send_signal(signal.SIGCONT)
     scene.reuse_and_watch()
+    assert scene.sender.wait_end() == 0
 
 
 @kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP, far=FAR)
 def test_read_from_a_killed_holder_ends_in_error(scene: Scene) -> None:
     scene.sender.kill()
-    order = [*range(0, NUM_BLOCKS, 2), *range(1, NUM_BLOCKS, 2)]
     try:
-        transfer = scene.link.read(order, order[::-1])
+        transfer = scene.link.read(SCATTERED, SCATTERED[::-1])
     except TransferError:
         pass
     else:
@@ -316,7 +312,7 @@ def test_read_from_a_killed_holder_ends_in_error(scene: Scene) -> None:
 def test_disconnecting_in_mid_transfer_again_and_again_never_hangs_or_crashes(
     scene: Scene,
 ) -> None:
-    for attempt in range(8):
+    for attempt in range(6):
         scene.bytes[:] = OLD
         scene.sender.ask(Command("serve", value=1))
         posted = [
@@ -333,3 +329,30 @@ def test_disconnecting_in_mid_transfer_again_and_again_never_hangs_or_crashes(
         scene.reconnect()
     scene.link.disconnect()
     assert scene.sender.wait_end() == 0
+
+
+@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
+def test_a_holder_survives_readers_that_are_killed_in_mid_read(kind: Kind) -> None:
+    """UCX's imitation of READ over TCP aborts the holder here in one of three attempts."""
+    setup = PeerSetup(kind.transport, kind.options, NUM_BLOCKS, BLOCK_BYTES)
+    holder = PeerProcess(setup)
+    try:
+        metadata = holder.metadata
+        for attempt in range(4):
+            reader = PeerProcess(setup)
+            try:
+                reader.ask(Command("connect", metadata=metadata))
+                holder.ask(Command("connect", metadata=reader.metadata))
+                holder.ask(Command("serve", value=1))
+                reader.send(
+                    Command("transfer", operation="READ", local=SCATTERED, remote=SCATTERED)
+                )
+                assert reader.wait_reply().state == "posting"
+                with contextlib.suppress(TransferError):
+                    reader.wait_reply(timeout_s=0.02 * attempt)
+            finally:
+                reader.kill()
+            metadata = holder.ask(Command("reopen")).metadata
+        assert holder.wait_end() == 0
+    finally:
+        holder.kill()

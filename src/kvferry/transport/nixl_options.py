@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from kvferry.transport.base import MemoryKind
+from kvferry.transport.cross_memory import can_read_memory_of
+from kvferry.transport.geometry import RegionGeometry
+from kvferry.transport.host import ProcessIdentity
+
+_DIRECT_TLS = frozenset({"all", "sm", "shm", "cma"})
+_WITHOUT_READ_TLS = frozenset({"tcp", "self"})
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +41,24 @@ def engine_options(options: NixlOptions) -> dict[str, str]:
         elif value is not None:
             single.append(f"{name}={value}")
     return {"engine_config": ",".join(single)} if single else {}
+
+
+def reads_natively(
+    options: NixlOptions, beside: ProcessIdentity | None, remote: RegionGeometry
+) -> bool:
+    """Whether a READ of ``remote`` needs no imitation in the holder's process.
+
+    ``beside`` is the holder where it is a process beside this one. When in doubt, no.
+    """
+    if options.backend != "UCX":
+        return True
+    named = frozenset(options.ucx_tls.split(",")) if options.ucx_tls is not None else {"all"}
+    if named <= _WITHOUT_READ_TLS:
+        return False
+    if beside is not None and named & _DIRECT_TLS:
+        return remote.kind is not MemoryKind.DRAM or can_read_memory_of(beside, remote.start)
+    return options.ucx_net_devices != "lo" and _has_devices(_RDMA_DEVICES)
+
+
+def _has_devices(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
