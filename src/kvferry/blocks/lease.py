@@ -151,10 +151,7 @@ class LeaseTable:
         self._pool.drop(lease.blocks)
         del self._leases[lease_id]
         self._cover.remove(lease.blocks)
-        cover = self._cover_by_owner[lease.owner]
-        cover.remove(lease.blocks)
-        if len(cover) == 0:
-            del self._cover_by_owner[lease.owner]
+        self._uncover(lease)
 
     def release_owner(self, owner: str) -> list[Lease]:
         """End every lease of ``owner`` and return them."""
@@ -177,6 +174,14 @@ class LeaseTable:
         if not duration_s >= 0:  # NaN compares false with everything
             raise LocalProtocolError(f"a lease cannot last {duration_s} s")
         return min(duration_s, self._limits.max_duration_s)
+
+    def _uncover(self, lease: Lease) -> None:
+        cover = self._cover_by_owner.get(lease.owner)
+        if cover is None:  # only leases of no blocks are left
+            return
+        cover.remove(lease.blocks)
+        if len(cover) == 0:
+            del self._cover_by_owner[lease.owner]
 
     def _release_where(self, chosen: Callable[[Lease], bool]) -> list[Lease]:
         ended = [lease for lease in self._leases.values() if chosen(lease)]

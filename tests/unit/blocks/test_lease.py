@@ -162,6 +162,15 @@ def test_only_leases_past_their_time_expire(holder: Holder) -> None:
     assert_whole(holder.pool, holder.leases)
 
 
+def test_a_lease_of_no_blocks_is_as_good_as_any(holder: Holder) -> None:
+    empty = [holder.leases.grant("reader", [], 10) for _ in range(2)]
+    lease = holder.leases.grant("reader", holder.used[:5], 10)
+    for ended in (lease, *empty):
+        holder.leases.release(ended.lease_id)
+    holder.leases.grant("reader", holder.used[:5], 10)
+    assert len(holder.leases.release_owner("reader")) == 1
+
+
 @pytest.mark.parametrize(
     "limits",
     [

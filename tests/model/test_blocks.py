@@ -1,0 +1,304 @@
+"""Pool, leases and quarantine against a model of plain lists, under any order of calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvferry.blocks.integrity import assert_whole, check_integrity
+from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
+from kvferry.blocks.pool import BlockPool
+from kvferry.blocks.quarantine import Quarantine
+from kvferry.errors import CapacityError, LeaseNotFoundError, LocalProtocolError
+from kvferry.protocol.ids import BlockHash, BlockNumber
+from kvferry.testing.fake_clock import FakeClock
+
+NUM_BLOCKS = 12
+LIMITS = LeaseLimits(max_duration_s=10, max_renewals=1, max_share_per_peer=0.5)
+MAX_LEASED_PER_PEER = 6
+PEERS = st.sampled_from(["one", "two"])
+HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))
+
+
+@dataclass
+class ModelPool:
+    """What the pool should know, in the plainest way."""
+
+    references: Counter[BlockNumber] = field(default_factory=Counter)
+    cached_order: list[BlockNumber] = field(default_factory=list)
+    """Free blocks with a hash, next to be evicted first."""
+    hashes: dict[BlockNumber, BlockHash] = field(default_factory=dict)
+
+    def free(self) -> set[BlockNumber]:
+        return {BlockNumber(n) for n in range(NUM_BLOCKS)} - set(+self.references)
+
+    def take(self, blocks: Sequence[BlockNumber]) -> None:
+        for block in blocks:
+            self.references[block] += 1
+            if block in self.cached_order:
+                self.cached_order.remove(block)
+
+    def drop(self, blocks: Sequence[BlockNumber]) -> None:
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0 and block in self.hashes:
+                self.cached_order.append(block)
+
+    def find(self, block_hash: BlockHash) -> BlockNumber | None:
+        return next((b for b, known in self.hashes.items() if known == block_hash), None)
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    sequences: Bundle[tuple[BlockNumber, ...]] = Bundle("sequences")
+    leases: Bundle[Lease] = Bundle("leases")
+    transfers: Bundle[int] = Bundle("transfers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.lease_table = LeaseTable(self.pool, self.clock, LIMITS)
+        self.quarantine = Quarantine(self.pool, max_share=0.25)
+        self.model = ModelPool()
+        self.owned: list[tuple[BlockNumber, ...]] = []
+        self.live_leases: dict[int, tuple[Lease, float, int]] = {}
+        """Lease, end on the clock, renewals."""
+        self.entries: dict[int, tuple[str, tuple[BlockNumber, ...]]] = {}
+        self.next_transfer = 0
+
+    # -- engine -------------------------------------------------------------------------------
+    @rule(target=sequences, count=st.integers(1, 5))
+    def allocate(
+        self, count: int
+    ) -> tuple[BlockNumber, ...] | MultipleResults[tuple[BlockNumber, ...]]:
+        free = self.model.free()
+        if count > len(free):
+            with pytest.raises(CapacityError):
+                self.pool.allocate(count)
+            return multiple()
+        plain = free - set(self.model.cached_order)
+        num_evicted = max(0, count - len(plain))
+        evicted = self.model.cached_order[:num_evicted]
+        blocks = self.pool.allocate(count)
+        assert blocks == sorted(set(blocks))
+        assert set(blocks) <= free
+        assert set(blocks) & set(self.model.cached_order) == set(evicted)
+        for block in evicted:
+            del self.model.hashes[block]
+        return self._own(blocks)
+
+    @rule(target=sequences, start=st.integers(0, 4), count=st.integers(0, 4))
+    def acquire_cached(self, start: int, count: int) -> tuple[BlockNumber, ...]:
+        hashes = HASHES[start : start + count]
+        expected: list[BlockNumber] = []
+        for block_hash in hashes:
+            block = self.model.find(block_hash)
+            if block is None:
+                break
+            expected.append(block)
+        assert self.pool.match(hashes) == len(expected)
+        assert self.pool.acquire_cached(hashes) == expected
+        return self._own(expected)
+
+    @rule(blocks=sequences, start=st.integers(0, 3), count=st.integers(1, 5))
+    def publish(self, blocks: tuple[BlockNumber, ...], start: int, count: int) -> None:
+        if blocks in self.owned:
+            for block, block_hash in zip(blocks[:count], HASHES[start:], strict=False):
+                self._publish(block, block_hash)
+
+    def _publish(self, block: BlockNumber, block_hash: BlockHash) -> None:
+        present = self.model.hashes.get(block)
+        if present is not None and present != block_hash:
+            with pytest.raises(LocalProtocolError):
+                self.pool.publish(block, block_hash)
+            return
+        self.pool.publish(block, block_hash)
+        if self.model.find(block_hash) is None:
+            self.model.hashes[block] = block_hash
+
+    @rule(blocks=consumes(sequences))
+    def drop(self, blocks: tuple[BlockNumber, ...]) -> None:
+        if blocks in self.owned:
+            self.owned.remove(blocks)
+            self.pool.drop(blocks)
+            self.model.drop(blocks)
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.pool.clear_cache()
+        self.model.hashes.clear()
+        self.model.cached_order.clear()
+
+    @rule(block=st.integers(-2, NUM_BLOCKS + 1).map(BlockNumber))
+    def misuse(self, block: BlockNumber) -> None:
+        before = self.pool.dump()
+        used = [other for other, count in self.model.references.items() if count]
+        with pytest.raises(LocalProtocolError):
+            self.pool.drop([*used, *[block] * (self.model.references[block] + 1)])
+        if not self.model.references[block]:
+            with pytest.raises(LocalProtocolError):
+                self.pool.hold([*used, block])
+        assert self.pool.dump() == before
+
+    # -- peers --------------------------------------------------------------------------------
+    @rule(
+        target=leases,
+        owner=PEERS,
+        blocks=sequences,
+        skip=st.integers(0, 2),
+        duration_s=st.floats(0.5, 20),
+    )
+    def grant(
+        self, owner: str, blocks: tuple[BlockNumber, ...], skip: int, duration_s: float
+    ) -> Lease | MultipleResults[Lease]:
+        if blocks not in self.owned:
+            return multiple()
+        wanted = blocks[skip:]
+        covered = {
+            block
+            for lease, _, _ in self.live_leases.values()
+            if lease.owner == owner
+            for block in lease.blocks
+        }
+        if len(covered | set(wanted)) > MAX_LEASED_PER_PEER:
+            with pytest.raises(CapacityError):
+                self.lease_table.grant(owner, wanted, duration_s)
+            return multiple()
+        lease = self.lease_table.grant(owner, wanted, duration_s)
+        self.model.take(wanted)
+        end_s = self.clock.monotonic_s() + min(duration_s, LIMITS.max_duration_s)
+        assert lease.ends_at_s == end_s
+        self.live_leases[lease.lease_id] = (lease, end_s, 0)
+        return lease
+
+    @rule(lease=leases, duration_s=st.floats(0, 20))
+    def renew(self, lease: Lease, duration_s: float) -> None:
+        now_s = self.clock.monotonic_s()
+        if lease.lease_id not in self.live_leases or self.live_leases[lease.lease_id][1] <= now_s:
+            with pytest.raises(LeaseNotFoundError):
+                self.lease_table.renew(lease.lease_id, duration_s)
+            return
+        granted, end_s, renewals = self.live_leases[lease.lease_id]
+        new_end_s = max(end_s, now_s + min(duration_s, LIMITS.max_duration_s))
+        if new_end_s > end_s and renewals == LIMITS.max_renewals:
+            with pytest.raises(CapacityError):
+                self.lease_table.renew(lease.lease_id, duration_s)
+            return
+        remaining_s = self.lease_table.renew(lease.lease_id, duration_s)
+        assert now_s + remaining_s == pytest.approx(new_end_s)
+        self.live_leases[lease.lease_id] = (granted, new_end_s, renewals + (new_end_s > end_s))
+
+    @rule(lease=leases)
+    def release(self, lease: Lease) -> None:
+        self.lease_table.release(lease.lease_id)
+        self._forget_lease(lease)
+
+    @rule(owner=PEERS)
+    def release_owner(self, owner: str) -> None:
+        for lease in self.lease_table.release_owner(owner):
+            assert lease.owner == owner
+            self._forget_lease(lease)
+        assert all(lease.owner != owner for lease, _, _ in self.live_leases.values())
+
+    @rule(seconds=st.floats(0, 12))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def expire(self) -> None:
+        now_s = self.clock.monotonic_s()
+        due = {key for key, (_, end_s, _) in self.live_leases.items() if end_s <= now_s}
+        expired = self.lease_table.expire()
+        assert {lease.lease_id for lease in expired} == due
+        for lease in expired:
+            self._forget_lease(lease)
+
+    # -- transfers ----------------------------------------------------------------------------
+    @rule(target=transfers, peer=PEERS, blocks=sequences)
+    def enter_quarantine(self, peer: str, blocks: tuple[BlockNumber, ...]) -> int:
+        self.next_transfer += 1
+        if blocks in self.owned:
+            self.quarantine.enter(self.next_transfer, peer, blocks)
+            self.model.take(blocks)
+            self.entries[self.next_transfer] = (peer, blocks)
+        return self.next_transfer
+
+    @rule(transfer=transfers)
+    def leave_quarantine(self, transfer: int) -> None:
+        self.quarantine.leave(transfer)
+        self._forget_entry(transfer)
+
+    @rule(peer=PEERS)
+    def peer_is_quiet(self, peer: str) -> None:
+        keys = [key for key, (owner, _) in self.entries.items() if owner == peer]
+        assert self.quarantine.leave_peer(peer) == len(keys)
+        for key in keys:
+            self._forget_entry(key)
+
+    # -- what always holds --------------------------------------------------------------------
+    @invariant()
+    def nothing_contradicts(self) -> None:
+        check_integrity(self.pool, self.lease_table, self.quarantine)
+
+    @invariant()
+    def pool_is_as_modelled(self) -> None:
+        state = self.pool.dump()
+        assert {n: c for n, c in enumerate(state.references) if c} == dict(+self.model.references)
+        assert list(state.free_cached) == self.model.cached_order
+        assert dict(state.hash_by_block) == self.model.hashes
+        assert self.pool.num_free == len(self.model.free())
+        assert self.pool.snapshot().num_cached == len(self.model.hashes)
+
+    @invariant()
+    def tables_are_as_modelled(self) -> None:
+        leased = {block for lease, _, _ in self.live_leases.values() for block in lease.blocks}
+        kept = {block for _, blocks in self.entries.values() for block in blocks}
+        assert self.lease_table.num_blocks_leased == len(leased)
+        assert self.lease_table.num_leases == len(self.live_leases)
+        ends_s = [end_s for _, end_s, _ in self.live_leases.values()]
+        assert self.lease_table.next_expiry_s() == min(ends_s, default=None)
+        assert self.quarantine.num_blocks == len(kept)
+        assert self.quarantine.is_full is (len(kept) >= NUM_BLOCKS // 4)
+        assert not (leased | kept) & self.model.free()
+
+    def teardown(self) -> None:
+        for blocks in self.owned:
+            self.pool.drop(blocks)
+        for owner in ("one", "two"):
+            self.lease_table.release_owner(owner)
+            self.quarantine.leave_peer(owner)
+        assert_whole(self.pool, self.lease_table, self.quarantine)
+
+    def _own(self, blocks: list[BlockNumber]) -> tuple[BlockNumber, ...]:
+        self.model.take(blocks)
+        owned = tuple(blocks)
+        self.owned.append(owned)
+        return owned
+
+    def _forget_lease(self, lease: Lease) -> None:
+        entry = self.live_leases.pop(lease.lease_id, None)
+        if entry is not None:
+            self.model.drop(entry[0].blocks)
+
+    def _forget_entry(self, transfer: int) -> None:
+        entry = self.entries.pop(transfer, None)
+        if entry is not None:
+            self.model.drop(entry[1])
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
