@@ -16,7 +16,12 @@ from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.dialect import hide_transfer_params
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
-from kvferry.router.proxy import end_stream_with_error, forward_stream, is_event_stream
+from kvferry.router.proxy import (
+    ForwardedStream,
+    end_stream_with_error,
+    forward_stream,
+    is_event_stream,
+)
 from kvferry.router.steps import MAX_ATTEMPTS_PER_LEG, StepTools
 from kvferry.router.upstream import (
     LegAnswer,
@@ -99,7 +104,7 @@ class DecodeStep:
         # Nothing is sent before the first byte, so that another instance may still answer.
         first = await read_some()
         begin_deadline.reschedule(None)
-        stream = web.StreamResponse(
+        stream = ForwardedStream(
             status=response.status, headers=answer_headers(response.headers, context.request_id)
         )
         self._observe_first_byte(context)

@@ -62,6 +62,21 @@ class _Instance:
     is_draining: bool = False
     detail: str = "not probed yet"
     num_inflight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    views: dict[Role, InstanceView] = field(default_factory=dict)
+    """Made when asked for, dropped when anything in them changes."""
+
+    def view(self, role: Role) -> InstanceView:
+        view = self.views.get(role)
+        if view is None:
+            view = InstanceView(
+                self.url, role, self.health, self.is_draining, self.num_inflight[role]
+            )
+            self.views[role] = view
+        return view
+
+    def count(self, role: Role, change: int) -> None:
+        self.num_inflight[role] += change
+        self.views.pop(role, None)
 
 
 class InflightTicket:
@@ -73,13 +88,13 @@ class InflightTicket:
         self._instance = instance
         self._role = role
         self._is_open = True
-        instance.num_inflight[role] += 1
+        instance.count(role, 1)
 
     def close(self) -> None:
         """Stop counting."""
         if self._is_open:
             self._is_open = False
-            self._instance.num_inflight[self._role] -= 1
+            self._instance.count(self._role, -1)
 
     def __enter__(self) -> InflightTicket:
         return self
@@ -124,17 +139,7 @@ class Fleet:
         )
 
     def _views(self, role: Role) -> tuple[InstanceView, ...]:
-        instances = [self._instances[url] for url in self._urls[role]]
-        return tuple(
-            InstanceView(
-                instance.url,
-                role,
-                instance.health,
-                instance.is_draining,
-                instance.num_inflight[role],
-            )
-            for instance in instances
-        )
+        return tuple([self._instances[url].view(role) for url in self._urls[role]])
 
     def open_ticket(self, url: str, role: Role) -> InflightTicket:
         """Count one more leg on ``url`` and move the role's turn on."""
@@ -146,6 +151,7 @@ class Fleet:
         instance = self._find(url)
         instance.health = health
         instance.detail = detail
+        instance.views.clear()
 
     def report_connection_failure(self, url: str, detail: str) -> None:
         """A request could not reach ``url``, or its connection broke: have it probed at once."""
@@ -153,11 +159,14 @@ class Fleet:
         if instance.health is Health.HEALTHY:
             instance.health = Health.SUSPECT
             instance.detail = detail
+            instance.views.clear()
             self._on_suspect(url)
 
     def set_draining(self, url: str, is_draining: bool) -> None:
         """A draining instance finishes what it has and gets nothing new."""
-        self._find(url).is_draining = is_draining
+        instance = self._find(url)
+        instance.is_draining = is_draining
+        instance.views.clear()
 
     def detail(self, url: str) -> str:
         """Return why ``url`` has the health it has, for people."""

@@ -16,6 +16,16 @@ EVENT_STREAM = "text/event-stream"
 _END_TIMEOUT_S = 1.0
 
 
+class ForwardedStream(web.StreamResponse):
+    """A streamed answer whose headers travel with its first bytes, in one write.
+
+    It is begun only when the first bytes are there, so nothing waits for this.
+    """
+
+    # A release that does not know it writes headers on their own; nothing else changes.
+    _send_headers_immediately = False
+
+
 def is_event_stream(headers: Mapping[str, str]) -> bool:
     """Whether an answer with these headers is a stream of server-sent events."""
     content_type: str = headers.get("Content-Type", "")
