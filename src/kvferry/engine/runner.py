@@ -1,7 +1,6 @@
 """``Engine``: the engine's thread, and the calls that others may make from theirs.
 
-Owns the inbox, the condition that the thread sleeps on, and what is checked at arrival. What a step
-does is ``EngineCore``'s.
+Owns the thread, and what is checked and answered at arrival. What a step does is ``EngineCore``'s.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore, EngineCounters, Forward, StepOutcome, finish_reason
 from kvferry.engine.forward import ModelForward
 from kvferry.engine.handoff import HandoffReceiver
+from kvferry.engine.inbox import Inbox
 from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import PagedCache
@@ -107,18 +107,8 @@ class Engine:
             connector=connector,
             clock=clock,
         )
-        self._core.on_finished = self._forget
-        self._condition = threading.Condition()
-        self._inbox: list[LiveRequest] = []
-        self._aborts: set[RequestId] = set()
-        self._known: set[RequestId] = set()
-        """From arrival to the last output."""
-        self._queued: set[RequestId] = set()
-        """Those of ``_known`` that have been in the inbox: an earlier abort waits for that."""
-        self._num_arrivals = 0
-        self._is_awake = False
-        self._is_closing = False
-        self._failure: str | None = None
+        self._inbox = Inbox()
+        self._core.on_finished = self._inbox.forget
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     # -- from any thread ----------------------------------------------------------------------
@@ -144,44 +134,34 @@ class Engine:
         try:
             is_finished = self._begin_receive(live)
         except BaseException:
-            self._forget(request.request_id)
+            self._inbox.forget(request.request_id)
             raise
-        if is_finished:
-            return
-        self._enqueue(live)
+        if not is_finished:
+            self._enqueue(live)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request with ``FinishReason.ABORT``; nothing happens if it has ended already."""
-        with self._condition:
-            if request_id in self._known:
-                self._aborts.add(request_id)
-                self._condition.notify_all()
+        self._inbox.abort(request_id)
 
     def wake(self) -> None:
         """Look for results of receives; called by the connector when it has some."""
-        with self._condition:
-            self._is_awake = True
-            self._condition.notify_all()
+        self._inbox.wake()
 
     def snapshot(self) -> EngineSnapshot:
         """Return counts for metrics, health and tests."""
         scheduler, counters = self._core.scheduler, self._core.counters
-        with self._condition:
-            num_inbox, failure = len(self._inbox), self._failure
         return EngineSnapshot(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.ready) + num_inbox,
+            num_waiting=len(scheduler.waiting) + len(scheduler.ready) + self._inbox.num_arrived,
             num_receiving=len(scheduler.receiving),
             pool=self.pool.snapshot(),
             counters=dataclasses.replace(counters),
-            failure=failure,
+            failure=self._inbox.failure,
         )
 
     def close(self) -> None:
         """End every request with ``FinishReason.ABORT`` and stop the thread; safe to repeat."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify_all()
+        self._inbox.close()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
@@ -199,18 +179,10 @@ class Engine:
             stops |= self.model.eos_token_ids
         handed_over = transfer.first_token if transfer is not None else None
         seed = handed_over.seed if handed_over is not None else params.seed
-        with self._condition:
-            if self._failure is not None or self._is_closing:
-                raise EngineError(self._failure or "the engine is shutting down")
-            if request.request_id in self._known:
-                raise RequestError(f"request id {request.request_id!r} is in use")
-            self._known.add(request.request_id)
-            self._num_arrivals += 1
-            arrival = self._num_arrivals
         return LiveRequest(
             request=request,
             on_output=on_output,
-            arrival=arrival,
+            arrival=self._inbox.claim(request.request_id),
             arrived_s=self._clock.monotonic_s(),
             seed=self._draw_seed() if seed is None else seed,
             root=chain_root(self._fingerprint, salt=request.cache_salt),
@@ -220,17 +192,14 @@ class Engine:
         )
 
     def _enqueue(self, live: LiveRequest) -> None:
-        with self._condition:
-            if self._failure is None and not self._is_closing:
-                self._inbox.append(live)
-                self._queued.add(live.request.request_id)
-                self._condition.notify_all()
-                return
-        self._forget(live.request.request_id)
-        transfer = live.transfer_as(Role.DECODE)
-        if transfer is not None and self._connector is not None:
-            HandoffReceiver(self._connector).decline(transfer)
-        raise EngineError(self._failure or "the engine is shutting down")
+        try:
+            self._inbox.put(live)
+        except EngineError:
+            self._inbox.forget(live.request.request_id)
+            transfer = live.transfer_as(Role.DECODE)
+            if transfer is not None and self._connector is not None:
+                HandoffReceiver(self._connector).decline(transfer)
+            raise
 
     def _begin_receive(self, live: LiveRequest) -> bool:
         """Role decode: have the peer keep its blocks and answer the handed-over first token.
@@ -269,7 +238,7 @@ class Engine:
         live.first_token_s = self._clock.monotonic_s()
         reason = finish_reason(live)
         if reason is not None:
-            self._forget(live.request.request_id)
+            self._inbox.forget(live.request.request_id)
         live.on_output(
             TokenOutput(
                 request_id=live.request.request_id,
@@ -281,11 +250,6 @@ class Engine:
             )
         )
         return reason is not None
-
-    def _forget(self, request_id: RequestId) -> None:
-        with self._condition:
-            self._known.discard(request_id)
-            self._queued.discard(request_id)
 
     # -- the engine's thread ------------------------------------------------------------------
 
@@ -319,21 +283,10 @@ class Engine:
             StepOutcome.SHORT_OF_BLOCKS: _SHORT_OF_BLOCKS_RETRY_S,
             StepOutcome.IDLE: None,
         }[outcome]
-        with self._condition:
-            if timeout_s != 0.0:
-                self._condition.wait_for(self._has_news, timeout_s)
-            self._is_awake = False
-            return not self._is_closing
-
-    def _has_news(self) -> bool:
-        has_abort = not self._queued.isdisjoint(self._aborts)
-        return bool(self._inbox or has_abort or self._is_awake or self._is_closing)
+        return self._inbox.wait(timeout_s)
 
     def _take_inbox(self) -> None:
-        with self._condition:
-            arrived, self._inbox = self._inbox, []
-            aborts = self._aborts & self._queued
-            self._aborts = (self._aborts & self._known) - aborts
+        arrived, aborts = self._inbox.take()
         for live in arrived:
             self._core.add(live)
         for request_id in aborts:
@@ -341,7 +294,6 @@ class Engine:
 
     def _fail(self, message: str) -> None:
         """Serve no more: whoever waits is told, and so is whoever comes."""
-        with self._condition:
-            self._failure = message
+        self._inbox.fail(message)
         self._take_inbox()
         self._core.fail_all(message)
