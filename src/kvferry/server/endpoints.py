@@ -65,8 +65,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """``GET /health``: 200 while the engine can serve, else 503; the body is empty."""
-    is_alive = request.app[SERVICE].parts.figures().is_alive
-    return web.Response(status=200 if is_alive else 503)
+    return web.Response(status=200 if request.app[SERVICE].is_healthy else 503)
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -91,6 +91,7 @@ async def serve_until_signal(
 
 async def _shut_down(instance: Instance, server: HttpServer, service: InstanceService) -> None:
     """Stop accepting, have the engine end what runs, let the answers out, close everything."""
+    service.begin_shutdown()
     await server.stop_listening()
     timeout_s = instance.config.http.shutdown_timeout_s
     has_stopped = await _stop_engine(instance, timeout_s)

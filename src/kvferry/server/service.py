@@ -24,6 +24,7 @@ from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import KvTransferParams, parse_params
 from kvferry.protocol.signing import verify
 from kvferry.server.config import HttpConfig
+from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
 
 _log = get_logger(__name__)
@@ -99,6 +100,7 @@ class InstanceService:
         self._bridge = OutputBridge(loop)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._live_transfers: dict[TransferId, RequestId] = {}
+        self._is_shutting_down = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -109,6 +111,15 @@ class InstanceService:
     def model(self) -> ServedModel:
         """The model as clients see it."""
         return self.parts.model
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether new requests can be served."""
+        return self.parts.figures().is_alive and not self._is_shutting_down
+
+    def begin_shutdown(self) -> None:
+        """Refuse new requests, those on open connections too."""
+        self._is_shutting_down = True
 
     def close(self) -> None:
         """Let nothing more reach the loop; safe to repeat."""
@@ -181,7 +192,12 @@ class InstanceService:
         return False
 
     def generation(self, requests: Sequence[EngineRequest]) -> Generation:
-        """Return the generation of ``requests``, to be entered."""
+        """Return the generation of ``requests``, to be entered.
+
+        Raises ``ShuttingDownError`` once the process is about to end.
+        """
+        if self._is_shutting_down:
+            raise ShuttingDownError("the server is shutting down")
         return Generation(
             self.parts.engine,
             self._bridge,

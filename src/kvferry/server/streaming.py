@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 
 import msgspec
 from aiohttp import web
 
 DONE_EVENT = b"data: [DONE]\n\n"
+STALL_LIMIT_S = 300.0
+"""How long a client may keep its end of a full connection unread."""
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -25,8 +28,9 @@ def event(payload: Mapping[str, object]) -> bytes:
 class EventStream:
     """A streamed answer. The status line goes out with the first events."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
         self._request = request
+        self._stall_limit_s = stall_limit_s
         self._response = web.StreamResponse(headers=_HEADERS)
 
     @property
@@ -40,13 +44,24 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, events: Iterable[bytes]) -> None:
-        """Write ``events`` at once, as one piece. Raises ``ConnectionError`` if the client left."""
+        """Write ``events`` at once, as one piece.
+
+        Raises ``ConnectionError`` if the client left, or has read nothing for ``STALL_LIMIT_S``.
+        """
         data = b"".join(events)
         if not data:
             return
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._response.write(data)
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                await self._response.write(data)
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError(
+                f"the client has read nothing for {self._stall_limit_s} s"
+            ) from error
 
     async def end(self) -> None:
         """Write the last event and end the response."""

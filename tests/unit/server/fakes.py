@@ -318,6 +318,7 @@ class Served:
     metrics: Metrics
     client: aiohttp.ClientSession
     server: HttpServer
+    service: InstanceService
     url: str
     figures: Figures = field(default_factory=Figures)
 
@@ -383,7 +384,7 @@ async def serve(
     server = HttpServer(build_app(service), config)
     url = await server.start()
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as client:
-        served = Served(engine, tokenizer, connector, metrics, client, server, url)
+        served = Served(engine, tokenizer, connector, metrics, client, server, service, url)
         try:
             yield served
         finally:

@@ -57,6 +57,17 @@ async def test_health_follows_the_engine() -> None:
             assert response.status == 503
 
 
+async def test_a_server_about_to_end_refuses_and_is_unhealthy() -> None:
+    async with serve(ScriptedEngine(says("x"))) as served:
+        served.service.begin_shutdown()
+        status, body = await served.post("/v1/completions", {"prompt": "a"})
+        async with served.client.get("/health") as response:
+            assert response.status == 503
+        assert served.engine.requests == []
+    assert status == 503
+    assert body["error"]["code"] == "shutting_down"
+
+
 async def test_metrics_count_requests_and_tokens() -> None:
     async with serve(ScriptedEngine(says("abc"))) as served:
         await served.post("/v1/completions", {"prompt": "ab"})

@@ -1,7 +1,12 @@
 import asyncio
 from typing import Any
 
+from aiohttp import web
+
 from kvferry.engine.request import FinishReason
+from kvferry.server.app import HttpServer
+from kvferry.server.config import HttpConfig
+from kvferry.server.streaming import EventStream
 from tests.unit.server.fakes import ScriptedEngine, parse_events, says, serve
 
 COMPLETIONS = "/v1/completions"
@@ -187,3 +192,30 @@ async def test_a_silent_engine_does_not_keep_a_stopped_answer_open() -> None:
     assert status == 200
     assert body["choices"][0]["text"] == "a"
     assert body["kv_report"] is None
+
+
+async def test_a_client_that_reads_nothing_is_let_go() -> None:
+    ended = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        stream = EventStream(request, stall_limit_s=0.05)
+        try:
+            while True:
+                await stream.send([b"x" * 1_000_000])
+        except ConnectionResetError:
+            ended.set()
+            raise
+
+    app = web.Application()
+    app.router.add_get("/", handler)
+    server = HttpServer(app, HttpConfig(shutdown_timeout_s=1.0))
+    url = await server.start()
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            await ended.wait()
+        writer.transport.abort()
+    finally:
+        await server.close()
