@@ -33,6 +33,7 @@ from kvferry.protocol.messages import (
     Released,
     Renew,
     Renewed,
+    decline,
 )
 from kvferry.protocol.params import PeerAddress
 
@@ -141,4 +142,4 @@ class Planner:
             )
 
     def _decline_epoch(self) -> Declined:
-        return Declined(DeclineReason.GONE, "this instance has restarted since")
+        return decline(DeclineReason.GONE, "this instance has restarted since")

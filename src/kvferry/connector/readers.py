@@ -17,7 +17,6 @@ from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import BlockNumber
 from kvferry.protocol.messages import (
     Acquire,
-    Declined,
     DeclineReason,
     Granted,
     Hello,
@@ -26,6 +25,7 @@ from kvferry.protocol.messages import (
     Renew,
     Reply,
     Request,
+    decline,
 )
 from kvferry.transport.base import Link, Transport
 
@@ -99,7 +99,7 @@ class Readers:
                 return self._planner.answer_release(reader_name(message), message)
             case _:
                 name = type(message).__name__
-                return Declined(DeclineReason.MALFORMED, f"{name} is not a request"), []
+                return decline(DeclineReason.MALFORMED, f"{name} is not a request"), []
 
     def close(self) -> None:
         """Disconnect every reader."""
@@ -110,18 +110,18 @@ class Readers:
         try:
             require_same_memory(self._own_hello, hello)
         except IncompatiblePeerError as error:
-            return Declined(DeclineReason.INCOMPATIBLE, str(error)[:1024], error.field)
+            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
         reader = reader_name(hello)
         for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
             self._drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
-            return Declined(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
+            return decline(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
         link = self._transport.open_link(reader, peer_writes=False)
         try:
             link.connect(hello.transport_metadata)
         except FerryError as error:
             link.disconnect()
-            return Declined(DeclineReason.MALFORMED, str(error)[:1024])
+            return decline(DeclineReason.MALFORMED, str(error))
         self._links[reader] = link
         own = self._own_hello
         return HelloReply(
@@ -131,7 +131,7 @@ class Readers:
     def _on_acquire(self, message: Acquire) -> tuple[Reply, list[Effect]]:
         reader = reader_name(message)
         if reader not in self._links:
-            return Declined(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
+            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
         self._links.move_to_end(reader)
         reply, effects = self._planner.answer_acquire(reader, message)
         if isinstance(reply, Granted) and message.want_block_digests and self._digester:

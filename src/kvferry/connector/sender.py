@@ -27,6 +27,7 @@ from kvferry.protocol.messages import (
     ReleaseOutcome,
     Renew,
     Renewed,
+    decline,
 )
 
 MAX_REMEMBERED_ENDS = 4096
@@ -135,7 +136,7 @@ class OfferPlanner:
         try:
             lease = self._leases.grant(reader, wanted, message.duration_s)
         except CapacityError as error:
-            return Declined(DeclineReason.PRESSURE, str(error)), effects
+            return decline(DeclineReason.PRESSURE, str(error)), effects
         offer.readers[reader] = lease.lease_id
         self._transfer_of_lease[lease.lease_id] = offer.transfer_id
         self._num_leases[reader] += 1
@@ -152,7 +153,7 @@ class OfferPlanner:
         try:
             return Renewed(self._holds.renew(offer.hold, message.duration_s))
         except FerryError as error:
-            return Declined(DeclineReason.PRESSURE, str(error))
+            return decline(DeclineReason.PRESSURE, str(error))
 
     def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
         """Take in that a receiver is done."""
@@ -231,14 +232,14 @@ class OfferPlanner:
 
 def _check(offer: _Offer, message: Acquire) -> Declined | None:
     if message.num_tokens != offer.prompt.num_tokens:
-        return Declined(
+        return decline(
             DeclineReason.MISMATCH,
             f"the prompt has {offer.prompt.num_tokens} tokens here and {message.num_tokens} there",
         )
     if message.digest != offer.prompt.digest:
-        return Declined(
+        return decline(
             DeclineReason.MISMATCH, "the prompt's tokens, salt or adapter differ on both sides"
         )
     if message.first_block >= len(offer.blocks):
-        return Declined(DeclineReason.MISMATCH, f"there is no block {message.first_block}")
+        return decline(DeclineReason.MISMATCH, f"there is no block {message.first_block}")
     return None
