@@ -100,9 +100,13 @@ class EngineCore:
             self._finish(request, FinishReason.ABORT)
 
     def fail_all(self, message: str) -> None:
-        """End every request with ``FinishReason.ERROR``."""
+        """End every request with ``FinishReason.ERROR``, even if the queues are not in order."""
         for request in list(self._by_request.values()):
-            self._finish(request, FinishReason.ERROR, error=message)
+            try:
+                self._finish(request, FinishReason.ERROR, error=message)
+            except Exception:
+                logger.exception("request %s could not be removed", request.request.request_id)
+                self._send_last(request, FinishReason.ERROR, error=message)
 
     def step(self) -> StepOutcome:
         """Take in what was received, plan, compute, publish, answer."""
@@ -117,11 +121,11 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - whatever it was, its requests must end
             self._fail_step(plan, error)
             return StepOutcome.WORKED
+        ended_s = self._clock.monotonic_s()
         self.counters.num_steps += 1
         self.counters.num_computed_tokens += sum(chunk.count for chunk in plan.chunks)
         self.scheduler.note_step_done(plan.chunks)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        ended_s = self._clock.monotonic_s()
         for request, scores in zip(sampling, logits, strict=True):
             self._answer(request, scores, ended_s)
         return StepOutcome.WORKED
@@ -165,10 +169,10 @@ class EngineCore:
 
     def _answer(self, request: LiveRequest, scores: Scores, ended_s: float) -> None:
         """Sample one token of ``request`` and send it."""
+        token_id, logprob = choose_token(request, scores)
         if request.num_output_tokens == 0:
             request.prefill_end_s = ended_s
-            request.first_token_s = ended_s
-        token_id, logprob = choose_token(request, scores)
+            request.first_token_s = self._clock.monotonic_s()
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1
         reason = finish_reason(request)
@@ -214,10 +218,20 @@ class EngineCore:
             self._by_transfer.pop(transfer.transfer_id, None)
             self._connector.end_receive(transfer.transfer_id, needed=False)
         self.scheduler.remove(request)
+        self._send_last(request, reason, token_id, logprob, handoff, error)
+
+    def _send_last(  # noqa: PLR0913 - the output's optional fields
+        self,
+        request: LiveRequest,
+        reason: FinishReason,
+        token_id: int | None = None,
+        logprob: TokenLogprob | None = None,
+        handoff: KvTransferParams | None = None,
+        error: str | None = None,
+    ) -> None:
         request_id = request.request.request_id
-        del self._by_request[request_id]
+        self._by_request.pop(request_id, None)
         self.on_finished(request_id)
-        stopped_by = token_id if reason is FinishReason.STOP else None
         self._send(
             request,
             TokenOutput(
@@ -225,7 +239,7 @@ class EngineCore:
                 token_id=token_id,
                 logprob=logprob,
                 finish_reason=reason,
-                stop_token_id=stopped_by,
+                stop_token_id=token_id if reason is FinishReason.STOP else None,
                 error=error,
                 handoff=handoff,
                 report=request.report(),

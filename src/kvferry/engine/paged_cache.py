@@ -85,6 +85,11 @@ class PagedCache:
         """Address of block 0."""
         return self.blocks.data_ptr()
 
+    def release(self) -> None:
+        """Let go of the memory, so that its owner can give it back; the cache is of no use then."""
+        self.blocks = self.pages = self.slots = torch.empty(0, dtype=self.shape.dtype)
+        self.num_blocks = 0
+
     def block_as_bytes(self, block: int) -> bytes:
         """Return a copy of one block's bytes, for digests and tests."""
         return bytes(self.blocks[block].reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

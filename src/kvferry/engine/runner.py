@@ -177,8 +177,9 @@ class Engine:
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.model.eos_token_ids
-        handed_over = transfer.first_token if transfer is not None else None
-        seed = handed_over.seed if handed_over is not None else params.seed
+        seed = params.seed
+        if transfer is not None and transfer.first_token is not None:
+            seed = transfer.first_token.seed
         return LiveRequest(
             request=request,
             on_output=on_output,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -46,3 +48,12 @@ def test_a_remainder_is_left_alone() -> None:
 def test_memory_for_no_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="less than one block"):
         PagedCache(SHAPE, memoryview(bytearray(SHAPE.block_bytes - 1)))
+
+
+def test_released_memory_can_be_given_back() -> None:
+    memory = mmap.mmap(-1, 2 * SHAPE.block_bytes)
+    cache = PagedCache(SHAPE, memoryview(memory))
+    with pytest.raises(BufferError):
+        memory.close()
+    cache.release()
+    memory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import EngineRequest, FinishReason, TokenOutput
+from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine, draw_seed
 from kvferry.engine.sampler import Scores
-from kvferry.engine.scheduler import Chunk
+from kvferry.engine.scheduler import Chunk, Scheduler
 from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Role
@@ -209,6 +210,54 @@ def test_an_idle_engine_takes_no_step(tiny_model_dir: Path) -> None:
         rig.engine.wake()
         rig.submit([9], max_tokens=1).wait()
         assert rig.engine.snapshot().counters.num_steps == before + 1
+
+
+def test_random_submits_and_aborts_from_several_threads(tiny_model_dir: Path) -> None:
+    answers: list[Answer] = []
+
+    def client(rig: ScriptedRig, seed: int) -> None:
+        source = random.Random(seed)
+        for index in range(40):
+            request = EngineRequest(
+                request_id=RequestId(f"{seed}-{index}"),
+                prompt_token_ids=(9,) * source.randint(1, 80),
+                sampling=SamplingParams(
+                    temperature=0.0, max_tokens=source.randint(1, 40), ignore_eos=True
+                ),
+            )
+            answer = Answer(request.request_id)
+            answers.append(answer)
+            rig.engine.submit(request, answer)
+            if source.random() < 0.5:
+                rig.engine.abort(source.choice(answers).request_id)
+
+    with ScriptedRig(tiny_model_dir, num_blocks=12) as rig:
+        threads = [threading.Thread(target=client, args=(rig, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        reasons = {answer.wait().reason for answer in answers}
+        assert len(answers) == 160
+        assert reasons == {FinishReason.LENGTH, FinishReason.ABORT}
+        assert rig.engine.snapshot().failure is None
+
+
+def test_queues_out_of_order_still_end_every_request(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Scheduler, request: object) -> None:
+        raise RuntimeError("the queues are not in order")
+
+    rig = ScriptedRig(tiny_model_dir)
+    rig.engine.start()
+    rig.forward.may_run.clear()
+    answers = [rig.submit([9], max_tokens=1) for _ in range(3)]
+    monkeypatch.setattr(Scheduler, "remove", broken)
+    rig.forward.may_run.set()
+    assert {answer.wait().reason for answer in answers} == {FinishReason.ERROR}
+    assert "not in order" in (rig.engine.snapshot().failure or "")
+    rig.engine.close()
 
 
 def test_limits_at_submit(tiny_model_dir: Path) -> None:
