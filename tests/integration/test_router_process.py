@@ -77,6 +77,46 @@ async def _accepts(url: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("num_events", [0, 1])
+async def test_leaving_client_ends_both_legs_without_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], num_events: int
+) -> None:
+    async with ScriptedEngine("p") as prefill, ScriptedEngine("d") as decode:
+        decode.decode.before_event = {num_events: asyncio.Event()}
+        options = ("--prefill", prefill.url, "--decode", decode.url)
+        async with router_process(tmp_path / "ready", *options) as (_, url):
+            for number in range(1, 6):
+                begun = asyncio.Event()
+                call = asyncio.create_task(_call_and_stay(url, begun))
+                await _wait_received(decode, number)
+                if num_events:
+                    await begun.wait()
+                call.cancel()
+                async with asyncio.timeout(1.0):
+                    await _wait_left(decode, number)
+                await asyncio.gather(call, return_exceptions=True)
+            await prefill.wait_until(lambda: len(prefill.ended) == 5)
+    assert capfd.readouterr().err == ""
+
+
+async def _call_and_stay(url: str, begun: asyncio.Event) -> None:
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json=_STREAM) as response,
+    ):
+        await response.content.readany()
+        begun.set()
+        await asyncio.Event().wait()
+
+
+async def _wait_received(engine: ScriptedEngine, count: int) -> None:
+    await engine.wait_until(lambda: len(engine.received) == count)
+
+
+async def _wait_left(engine: ScriptedEngine, count: int) -> None:
+    await engine.wait_until(lambda: engine.num_left == count and len(engine.ended) == count)
+
+
 async def test_stopped_instance_delays_a_request_no_longer_than_the_bound(tmp_path: Path) -> None:
     program = (
         "import asyncio\n"

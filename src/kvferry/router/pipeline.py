@@ -33,7 +33,7 @@ class Pipeline:
     async def run(self, context: RequestContext) -> web.StreamResponse:
         """Return the client's answer.
 
-        Raises ``asyncio.CancelledError`` or ``ConnectionResetError`` when the client has left.
+        Raises ``asyncio.CancelledError`` when the client has left.
         """
         limit_s = self._tools.config.request_timeout_s
         try:
@@ -44,8 +44,10 @@ class Pipeline:
         except RequestError as error:
             context.finish_with_error(Outcome.BAD_REQUEST, answers.of_request_error(error))
         except ConnectionResetError:
-            context.outcome = context.outcome_if_client_left()
-            raise
+            # Writing to the client failed before its leaving was told; nobody gets this answer.
+            context.finish(
+                context.outcome_if_client_left(), context.stream or web.Response(status=499)
+            )
         except asyncio.CancelledError:
             if client_is_gone(context.request):
                 context.outcome = context.outcome_if_client_left()

@@ -183,10 +183,16 @@ class ScriptedEngine:
         script = self.once.popleft() if self.once else role_script
         try:
             return await self._answer(request, received, script)
-        except (asyncio.CancelledError, ConnectionError):
-            self.num_left += 1
-            self._changed.set()
+        except asyncio.CancelledError:
+            self._note_left()
             raise
+        except ConnectionError:
+            self._note_left()
+            return web.Response(status=499)
+
+    def _note_left(self) -> None:
+        self.num_left += 1
+        self._changed.set()
 
     async def _answer(
         self, request: web.Request, received: Received, script: Script
