@@ -212,6 +212,13 @@ def test_raw_bytes_on_the_port_do_no_harm(shared_side: Side) -> None:
     assert ask(shared_side, lambda client: None)
 
 
+def test_an_offer_that_nobody_reads_ends_in_time_where_nothing_else_happens() -> None:
+    with pair(handoff_lease_s=0.05) as (prefill, decode):
+        prefill.offer(TRANSFER)
+        wait_whole(prefill, decode)
+        assert prefill.counter("kvferry_handoffs_total", outcome="expired") == 1
+
+
 def test_an_idle_exchange_leaves_the_core_alone() -> None:
     with pair() as (prefill, decode):
         prefill.offer(TRANSFER)

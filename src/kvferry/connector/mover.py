@@ -109,10 +109,12 @@ class Mover:
         self._thread.start()
 
     def submit(self, effects: Sequence[Effect]) -> None:
-        """Have ``effects`` executed soon, in order. Any thread."""
-        if effects:
-            self._inbox.extend(effects)
-            self._wake()
+        """Have ``effects`` executed soon, in order. Any thread.
+
+        Wakes the mover even for none: what the planner was told may have brought a deadline nearer.
+        """
+        self._inbox.extend(effects)
+        self._wake()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread, end every link and free the control port. Safe to repeat."""
