@@ -388,3 +388,18 @@ async def test_shutdown_tells_the_clients_that_it_cuts_off() -> None:
         assert world.d.ended == _transfer_ids(world)
         with pytest.raises(aiohttp.ClientConnectorError):
             await _status(world)
+
+
+async def test_body_that_never_ends_is_given_up_and_blamed_on_nobody_else() -> None:
+    async with deployment(request_timeout_s=0.2) as world:
+        host, _, port = world.router.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: r\r\nContent-Length: 9\r\n\r\n{"
+        )
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        writer.close()
+        await writer.wait_closed()
+        assert b" 504 " in head.partition(b"\r\n")[0]
+        assert world.p.received == world.d.received == []
+        assert await world.outcomes() == {"timeout": 1}

@@ -160,10 +160,15 @@ def test_starts_without_torch_in_little_time() -> None:
         "import sys, kvferry.cli.router, kvferry.router.service, uvloop\n"
         "assert not {'torch', 'transformers', 'zmq', 'numpy'} & set(sys.modules), sys.modules\n"
     )
+    # The best of three: a neighbour on the same core makes CPU time longer, never shorter.
+    assert min(_cpu_seconds_of(program) for _ in range(3)) < 0.5
+
+
+def _cpu_seconds_of(program: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5
+    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
 
 @pytest.mark.parametrize(
