@@ -1,4 +1,4 @@
-"""Which instances get requests: full, flapping, dead, loading, none at all; and how many at once."""
+"""Which instances get requests: full, flapping, dead, loading, none; and how many at once."""
 
 from __future__ import annotations
 
