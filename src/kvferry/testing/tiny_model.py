@@ -5,14 +5,35 @@ Two layers, grouped-query attention, 8192 positions; a byte-level tokenizer is w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 TINY_VOCABULARY_SIZE = 320
 TINY_EOS_TOKEN_ID = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyShape:
+    """Sizes of a tiny model's attention."""
+
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_size: int = 16
+    hidden_size: int = 96
+
+
+WIDE_SHAPE = TinyShape(num_heads=128, num_kv_heads=128, head_size=128, hidden_size=128)
+"""128 KiB of KV a token and layer in float32: short prompts whose handoffs take long."""
+_NORMAL_SHAPE = TinyShape()
+
+
 def make_tiny_model(
-    folder: Path, *, seed: int = 0, num_layers: int = 2, max_positions: int = 8192
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    max_positions: int = 8192,
+    shape: TinyShape = _NORMAL_SHAPE,
 ) -> Path:
     """Write a random Llama-like model (float32) and its tokenizer into ``folder``; return it.
 
@@ -21,11 +42,11 @@ def make_tiny_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    num_heads, num_kv_heads, head_size = 6, 2, 16
+    num_heads, num_kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
     config = LlamaConfig(
         vocab_size=TINY_VOCABULARY_SIZE,
-        hidden_size=num_heads * head_size,
-        intermediate_size=2 * num_heads * head_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=2 * shape.hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
