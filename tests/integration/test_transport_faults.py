@@ -331,14 +331,14 @@ def test_disconnecting_in_mid_transfer_again_and_again_never_hangs_or_crashes(
     assert scene.sender.wait_end() == 0
 
 
-@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
+@kinds(nixl=NIXL, nixl_tcp=TCP)
 def test_a_holder_survives_readers_that_are_killed_in_mid_read(kind: Kind) -> None:
     """UCX's imitation of READ over TCP aborts the holder here in one of three attempts."""
     setup = PeerSetup(kind.transport, kind.options, NUM_BLOCKS, BLOCK_BYTES)
     holder = PeerProcess(setup)
     try:
         metadata = holder.metadata
-        for attempt in range(4):
+        for attempt in range(3):
             reader = PeerProcess(setup)
             try:
                 reader.ask(Command("connect", metadata=metadata))
@@ -349,7 +349,7 @@ def test_a_holder_survives_readers_that_are_killed_in_mid_read(kind: Kind) -> No
                 )
                 assert reader.wait_reply().state == "posting"
                 with contextlib.suppress(TransferError):
-                    reader.wait_reply(timeout_s=0.02 * attempt)
+                    reader.wait_reply(timeout_s=0.03 * attempt)
             finally:
                 reader.kill()
             metadata = holder.ask(Command("reopen")).metadata
