@@ -26,6 +26,7 @@ class ExchangeConfig:
     cluster_key: bytes | None = None
     handoff_lease_s: float = 30.0
     renew_interval_s: float = 5.0
+    """Between two heartbeats of a receiver; see ``heartbeat_interval_s``."""
     max_renewals: int = 120
     max_lease_s: float = 600.0
     control_timeout_s: float = 2.0
@@ -42,6 +43,11 @@ class ExchangeConfig:
     max_peers: int = 64
     verify_blocks: bool = False
     """Compare a digest of every moved block on both sides."""
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Between two heartbeats: short enough that two lost ones do not end a hold."""
+        return min(self.renew_interval_s, self.handoff_lease_s / 3)
 
     def __post_init__(self) -> None:
         for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):

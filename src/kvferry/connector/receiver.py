@@ -105,7 +105,7 @@ class ReceivePlanner:
                 code="transfer_id_in_use",
             )
         self._receives[transfer_id] = _Receive(
-            transfer_id, peer, prompt, self._clock.monotonic_s() + self._config.renew_interval_s
+            transfer_id, peer, prompt, self._clock.monotonic_s() + self._config.heartbeat_interval_s
         )
         return [ContactPeer(peer)]
 
@@ -182,7 +182,7 @@ class ReceivePlanner:
         if receive.num_renewals > self._config.max_renewals:
             receive.next_renew_s = float("inf")
             return []
-        receive.next_renew_s = now_s + self._config.renew_interval_s
+        receive.next_renew_s = now_s + self._config.heartbeat_interval_s
         lease_s = self._config.handoff_lease_s
         return [SendRenew(receive.peer, receive.transfer_id, lease_s)]
 

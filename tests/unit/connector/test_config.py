@@ -46,3 +46,8 @@ def test_ipv6_endpoints_have_brackets() -> None:
     assert endpoint("::1", 5) == "tcp://[::1]:5"
     assert endpoint("[::1]", 5) == "tcp://[::1]:5"
     assert endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
+
+
+def test_heartbeats_fit_into_a_short_lease() -> None:
+    assert make_config(handoff_lease_s=30.0).heartbeat_interval_s == 5.0
+    assert make_config(handoff_lease_s=3.0).heartbeat_interval_s == 1.0
