@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_setup import (
+from tests.integration.deployment_client import (
     PATH,
     Client,
-    Deployment,
     body_of,
     fresh_prompt,
     open_client,
-    open_deployment,
     salted,
+)
+from tests.integration.deployment_setup import (
+    Deployment,
+    open_deployment,
 )
 
 pytestmark = pytest.mark.slow

@@ -13,16 +13,18 @@ import aiohttp
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_setup import (
+from tests.integration.deployment_client import (
     Client,
-    Deployment,
     Json,
     body_of,
     fresh_prompt,
     open_client,
-    open_deployment,
     salted,
     wait_healthy,
+)
+from tests.integration.deployment_setup import (
+    Deployment,
+    open_deployment,
 )
 
 pytestmark = pytest.mark.slow

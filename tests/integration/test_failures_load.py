@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_setup import (
-    BOUND_S,
+from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     open_client,
+)
+from tests.integration.deployment_setup import (
+    BOUND_S,
     open_deployment,
 )
 

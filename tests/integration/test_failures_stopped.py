@@ -13,19 +13,21 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_setup import (
-    BOUND_S,
-    HANDOFF_LEASE_S,
-    RECEIVE_TIMEOUT_S,
+from tests.integration.deployment_client import (
     Client,
-    Deployment,
     Json,
     body_of,
     fresh_prompt,
     open_client,
-    open_deployment,
     salted,
     wait_healthy,
+)
+from tests.integration.deployment_setup import (
+    BOUND_S,
+    HANDOFF_LEASE_S,
+    RECEIVE_TIMEOUT_S,
+    Deployment,
+    open_deployment,
 )
 
 pytestmark = pytest.mark.slow
