@@ -34,8 +34,10 @@ LEASE_S = 1.5
 def deployment(
     forks: ProcessForks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    common = ("--transport", "shm", "--max-model-len", str(MAX_MODEL_LEN), "--max-held-share", "1")
-    common += ("--handoff-lease-s", str(LEASE_S))
+    common = (
+        *("--transport", "shm", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--max-held-share", "1", "--handoff-lease-s", str(LEASE_S)),
+    )
     sizes = {
         "prefill": NUM_PREFILL_BLOCKS,
         "decode": NUM_DECODE_BLOCKS,

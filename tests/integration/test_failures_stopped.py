@@ -25,7 +25,6 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import (
     BOUND_S,
     HANDOFF_LEASE_S,
-    RECEIVE_TIMEOUT_S,
     Deployment,
     open_deployment,
 )
@@ -184,9 +183,14 @@ async def test_prefill_stopped_during_the_read(
     assert answer.token_ids == right
     assert answer.outcome in ("received", "slow")
     await client.wait_whole(decode)  # Quarantine ends while the holder is still stopped.
-    await asyncio.sleep(max(0.0, RECEIVE_TIMEOUT_S - answer.elapsed_s))
+    others = [body_of(fresh_prompt(NUM_TOKENS), 3) for _ in range(3)]
+    answers = [await client.post(decode, other) for other in others]
     prefill.resume()
     await client.wait_whole(prefill)
+    for other, before in zip(others, answers, strict=True):
+        again = await client.post(decode, other)
+        assert again.report["num_cached_tokens"] > 0
+        assert again.token_ids == before.token_ids
     await expect_handoff(client, deployment, case)
 
 

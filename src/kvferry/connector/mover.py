@@ -51,6 +51,8 @@ LOST_SESSION_REST_S = 1.0
 MIN_TURN_S = 0.0001
 MAX_TURN_S = 0.001
 MAX_WAIT_S = 60.0
+UNQUIET_POLL_S = 0.1
+"""Between two looks at whether a peer that may still write into failed READs' blocks has ended."""
 FAILURE_REST_S = 0.05
 """After a bug was met: keeps a failure that repeats from eating a core."""
 _logger = get_logger(__name__)
@@ -193,6 +195,8 @@ class Mover:
             return wait_s
         self._turn_s = MIN_TURN_S
         deadlines = [self._parts.planner.next_deadline_s()]
+        if self._reads.num_unquiet:
+            deadlines.append(self._parts.clock.monotonic_s() + UNQUIET_POLL_S)
         deadlines += [s.next_deadline_s() for s in self._sessions.values()]
         due_s = min((d for d in deadlines if d is not None), default=None)
         if due_s is None:

@@ -1,4 +1,8 @@
-"""READs that are posted and not yet terminal. Runs on the mover's thread only."""
+"""READs that are posted and not yet terminal. Runs on the mover's thread only.
+
+A READ that fails is over only when its link is quiet too: where the holder carries it out by
+writing, a stopped one may still do so after our end is torn down.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,18 @@ class Reads:
         self._clock = clock
         self._digester = digester
         self._running: list[_Read] = []
+        self._failed: list[tuple[_Read, ReadEnded]] = []
+        """Torn down on our side, but not proven quiet."""
 
     @property
     def num_running(self) -> int:
-        """READs that may still touch memory."""
+        """READs that go on, and are worth looking after often."""
         return len(self._running)
+
+    @property
+    def num_unquiet(self) -> int:
+        """READs that have failed and may still touch memory; only time will tell."""
+        return len(self._failed)
 
     def uses(self, link: Link) -> bool:
         """Whether a READ runs on ``link``."""
@@ -49,7 +60,7 @@ class Reads:
 
     def poll(self) -> list[Event]:
         """Return the ends of those that have become terminal."""
-        events: list[Event] = []
+        events: list[Event] = self._quiet_ones()
         running = self._running
         self._running = []
         for read in running:
@@ -58,22 +69,35 @@ class Reads:
                 self._running.append(read)
                 continue
             read.link.release(read.transfer)
-            events.append(self._end(read, status))
-        return events
+            if status is TransferStatus.ERROR:
+                read.link.disconnect()
+                self._fail(read, "the transport reports an error")
+                continue
+            events.append(self._end(read))
+        return events + self._quiet_ones()
 
     def end_link(self, link: Link) -> list[Event]:
-        """Disconnect ``link``: its READs are over, and nothing of them can land any more."""
+        """Disconnect ``link``; return its READs that are over, of which nothing can land any more.
+
+        The others end later, by ``poll``.
+        """
         ended = [read for read in self._running if read.link is link]
         self._running = [read for read in self._running if read.link is not link]
         link.disconnect()
-        return [
-            self._ended(read.effect, ReadStatus.FAILED, "the connection was torn down")
-            for read in ended
-        ]
+        for read in ended:
+            self._fail(read, "the connection was torn down")
+        return self._quiet_ones()
 
-    def _end(self, read: _Read, status: TransferStatus) -> ReadEnded:
-        if status is TransferStatus.ERROR:
-            return self._ended(read.effect, ReadStatus.FAILED, "the transport reports an error")
+    def _fail(self, read: _Read, detail: str) -> None:
+        self._failed.append((read, self._ended(read.effect, ReadStatus.FAILED, detail)))
+
+    def _quiet_ones(self) -> list[Event]:
+        """Return the ends of failed READs whose links have become quiet."""
+        events: list[Event] = [end for read, end in self._failed if read.link.is_quiet()]
+        self._failed = [(read, end) for read, end in self._failed if end not in events]
+        return events
+
+    def _end(self, read: _Read) -> ReadEnded:
         if not self._is_intact(read.effect):
             detail = "the blocks' digests differ on both sides"
             return self._ended(read.effect, ReadStatus.CORRUPT, detail)

@@ -40,7 +40,7 @@ from kvferry.transport.nixl_asking import (
     unpack_blocks,
 )
 from kvferry.transport.nixl_descriptors import MAX_DESCRIPTORS, NixlMetadata, num_descriptors
-from kvferry.transport.nixl_options import NixlOptions, reads_natively
+from kvferry.transport.nixl_options import NixlOptions, may_write_directly, reads_natively
 from kvferry.transport.peer_watch import FarewellPage, PeerWatch
 from kvferry.transport.shared_memory import prefault
 
@@ -147,7 +147,7 @@ class NixlLink(TrackedLink):
         return _OwnWork(self._agent, handle, state)
 
     def _ask(self, local: Indices, remote: Indices) -> Work:
-        self._peer_writes = True
+        self._peer_writes = self._peer_writes or may_write_directly(self._options)
         self._num_asked += 1
         asked = AskedRead(self._num_asked, self._look_after_asked)
         self._asked[asked.number] = asked

@@ -52,12 +52,24 @@ def reads_natively(
     """
     if options.backend != "UCX":
         return True
-    named = frozenset(options.ucx_tls.split(",")) if options.ucx_tls is not None else {"all"}
+    named = _named_tls(options)
     if named <= _WITHOUT_READ_TLS:
         return False
     if beside is not None and named & _DIRECT_TLS:
         return remote.kind is not MemoryKind.DRAM or can_read_memory_of(beside, remote.start)
     return options.ucx_net_devices != "lo" and _has_devices(_RDMA_DEVICES)
+
+
+def may_write_directly(options: NixlOptions) -> bool:
+    """Whether a process on this host may write into ours past our own end of the connection.
+
+    Where all goes by TCP, bytes land only when we take them in.
+    """
+    return options.backend != "UCX" or not _named_tls(options) <= _WITHOUT_READ_TLS
+
+
+def _named_tls(options: NixlOptions) -> frozenset[str]:
+    return frozenset((options.ucx_tls or "all").split(","))
 
 
 def _has_devices(folder: Path) -> bool:

@@ -14,7 +14,12 @@ from kvferry.transport import nixl_options
 from kvferry.transport.base import address_of
 from kvferry.transport.geometry import RegionGeometry
 from kvferry.transport.host import ProcessIdentity, this_process
-from kvferry.transport.nixl_options import NixlOptions, engine_options, reads_natively
+from kvferry.transport.nixl_options import (
+    NixlOptions,
+    engine_options,
+    may_write_directly,
+    reads_natively,
+)
 
 MEMORY = memoryview(bytearray(64))
 REGION = RegionGeometry(address_of(MEMORY), 64, 64, 1)
@@ -74,3 +79,10 @@ def test_between_hosts_only_rdma_reads(
         (tmp_path / "mlx5_0").touch()
     monkeypatch.setattr(nixl_options, "_RDMA_DEVICES", tmp_path)
     assert reads_natively(options, beside, REGION) is expected
+
+
+@pytest.mark.parametrize(
+    ("tls", "expected"), [(None, True), ("tcp", False), ("tcp,self", False), ("tcp,sm", True)]
+)
+def test_over_tcp_alone_nobody_writes_past_our_end(tls: str | None, *, expected: bool) -> None:
+    assert may_write_directly(NixlOptions(ucx_tls=tls)) is expected
