@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(2 * _BOUN
 class _Up:
     process: subprocess.Popen[str]
     urls: dict[str, str]
+    curl: list[str]
     children: dict[str, int]
 
     def end(self, how: signal.Signals) -> int:
@@ -53,6 +55,14 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _run_folders_go_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Logs of processes that died are kept, in the folder for temporary files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("run")))
+        yield
+
+
 @contextmanager
 def _up(*options: str) -> Iterator[_Up]:
     with subprocess.Popen(
@@ -69,7 +79,12 @@ def _up(*options: str) -> Iterator[_Up]:
                 assert process.stderr is not None
                 pytest.fail("".join(shown) + process.stderr.read())
             urls = dict(re.findall(r"^(\S+) +(http://\S+)$", "".join(shown), re.MULTILINE))
-            yield _Up(process, urls, {_name(pid): pid for pid in _children(process.pid)})
+            yield _Up(
+                process,
+                urls,
+                shlex.split(shown[-1]),
+                {_name(pid): pid for pid in _children(process.pid)},
+            )
         finally:
             process.kill()
 
@@ -86,6 +101,16 @@ def test_up_names_what_it_started_and_all_of_it_serves(up: _Up) -> None:
         assert url.startswith("http://127.0.0.1:")
         with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
             assert answer.status == 200
+
+
+def test_the_command_to_try_is_answered(up: _Up) -> None:
+    url = next(word for word in up.curl if word.startswith("http"))
+    body = up.curl[up.curl.index("-d") + 1].encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_BOUND_S) as answer:
+        events = answer.read().decode().strip().split("\n\n")
+    assert len(events) > 2
+    assert events[-1] == "data: [DONE]"
 
 
 def test_idle_processes_cost_next_to_nothing(up: _Up) -> None:
@@ -132,15 +157,22 @@ def test_a_model_that_is_not_there_is_named() -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("transport", ["nixl", "shm"])
-def test_demo_ends_well(transport: str) -> None:
+def test_demo_ends_well() -> None:
     ended = subprocess.run(
-        [*_KVFERRY, "demo", "--transport", transport],
-        capture_output=True,
-        text=True,
-        timeout=_BOUND_S,
-        check=False,
+        [*_KVFERRY, "demo"], capture_output=True, text=True, timeout=_BOUND_S, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "demo: ok"
-    assert ended.stdout.count(f" {transport} ") >= 3
+    assert ended.stdout.count(" yes ") >= 3
+
+
+def test_ctrl_c_before_all_is_ready_ends_it_quietly() -> None:
+    with subprocess.Popen(
+        [*_KVFERRY, "up"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "starting" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(_BOUND_S) == 130
+        assert "Traceback" not in said

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from kvferry.cluster.topology import Topology
 from kvferry.errors import ClusterError
 
 Result = TypeVar("Result")
-EXIT_TERMINATED = 143
+_SIGNAL_EXIT = 128
 
 
 def say(message: str) -> None:
@@ -72,28 +73,33 @@ async def _followed_logs(supervisor: Supervisor, *, enabled: bool) -> AsyncItera
         await asyncio.gather(follower, return_exceptions=True)
 
 
-def run_to_end(work: Awaitable[Result]) -> Result:
+def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
     """Run ``work`` on a fresh event loop; Ctrl-C and SIGTERM cancel it and let it clean up.
 
-    SIGTERM then ends the program with code 143.
+    Then the program ends with code 130 or 143. A second signal while it cleans up ends it at once;
+    the kernel ends the processes that it started.
     """
-    terminated = False
+    received: list[signal.Signals] = []
 
     async def cancellable() -> Result:
-        task = asyncio.current_task()
-        assert task is not None
+        task = asyncio.ensure_future(work)
 
-        def on_terminate() -> None:
-            nonlocal terminated
-            terminated = True
+        def on_signal(number: signal.Signals) -> None:
+            if received:
+                os._exit(_SIGNAL_EXIT + number)
+            received.append(number)
             task.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_terminate)
-        return await work
+        loop = asyncio.get_running_loop()
+        # Set even where a shell has started this in the background with SIGINT ignored: whoever
+        # sends it to a deployment means to end it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        return await task
 
     try:
         return asyncio.run(cancellable())
     except asyncio.CancelledError:
-        if terminated:
-            raise click.exceptions.Exit(EXIT_TERMINATED) from None
+        if received:
+            raise click.exceptions.Exit(_SIGNAL_EXIT + received[0]) from None
         raise

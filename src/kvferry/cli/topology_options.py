@@ -22,7 +22,9 @@ _OPTIONS = (
     click.option("--prefill", type=click.IntRange(1, 64), help="Number of prefill instances."),
     click.option("--decode", type=click.IntRange(1, 64), help="Number of decode instances."),
     click.option(
-        "--transport", type=click.Choice(["nixl", "shm"]), help="How KV moves.  [default: nixl]"
+        "--transport",
+        type=click.Choice(["auto", "nixl", "shm"]),
+        help="How KV moves; auto is nixl where it works, else shm.  [default: auto]",
     ),
     click.option(
         "--dtype",
