@@ -1,0 +1,227 @@
+"""Mixed requests for a while, as instances are killed, stopped, started again, and clients leave.
+
+Every answer is right or a named error, in time; at the end every block, descriptor and thread of
+those that survived is back. ``test_soak_deployment`` is the same without faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.process_forks import ProcessForks
+from tests.integration.deployment_client import (
+    Answer,
+    Client,
+    Json,
+    body_of,
+    open_client,
+    prompt_of,
+    salted,
+    wait_healthy,
+)
+from tests.integration.deployment_setup import Deployment, Program, open_deployment
+
+pytestmark = pytest.mark.soak
+
+NUM_CLIENTS = 6
+REQUEST_BOUND_S = 40.0
+SETTLE_S = 60.0
+LENGTHS = (1, 15, 17, 63, 64, 65, 128, 255, 257, 511, 513, 700, 1025, 1500)
+NAMED_ERRORS = {
+    "prefill_failed", "decode_failed", "no_instance", "timeout", "engine_error", "shutting_down",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A request and its right tokens."""
+
+    body: Json
+    right: list[int]
+
+
+@dataclass(slots=True)
+class Tally:
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, known: Known, answer: Answer) -> None:
+        error, tokens = answer.error, answer.token_ids
+        if error is not None:
+            self.counts[f"error {error['code']}"] += 1
+            is_right = tokens == known.right[: len(tokens)] and error["code"] in NAMED_ERRORS
+        else:
+            self.counts[answer.outcome or "plain"] += 1
+            is_right = answer.status == 200 and tokens == known.right
+        if not is_right:
+            shown = {key: value for key, value in known.body.items() if key != "prompt"}
+            self.wrong.append(f"{shown}: {answer} where {known.right} is right")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a process has open."""
+
+    pid: int
+    num_sockets: int
+    num_other_descriptors: int
+    num_threads: int
+
+    @classmethod
+    def of(cls, program: Program) -> Resources:
+        folder = Path(f"/proc/{program.pid}")
+        targets = []
+        for link in (folder / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                targets.append(os.readlink(link))
+        num_sockets = sum(target.startswith("socket:") for target in targets)
+        num_threads = len(list((folder / "task").iterdir()))
+        return cls(program.pid, num_sockets, len(targets) - num_sockets, num_threads)
+
+    def has_grown(self, then: Resources, num_idle_connections: int) -> bool:
+        """Whether there is more than ``then``; HTTP connections that are kept open do not count."""
+        return self.pid == then.pid and (
+            self.num_sockets > then.num_sockets + num_idle_connections
+            or self.num_other_descriptors > then.num_other_descriptors
+            or self.num_threads > then.num_threads
+        )
+
+
+async def known_requests(client: Client, program: Program, rng: random.Random) -> list[Known]:
+    """Requests of mixed lengths, some of which continue others, computed by one instance."""
+    requests: list[Known] = []
+    start = rng.randrange(2**20)
+    for number, length in enumerate(LENGTHS):
+        prompt = prompt_of(length, start + number)
+        longer = prompt + prompt_of(rng.randint(1, 200), start + 100 + number)
+        for tokens in (prompt, longer):
+            body = body_of(
+                tokens,
+                rng.randint(1, 24),
+                temperature=rng.choice([0.0, 0.8]),
+                seed=rng.randrange(2**31),
+            )
+            requests.append(Known(body, await client.plain(program, body)))
+    return requests
+
+
+async def one_client(
+    client: Client,
+    router: Program,
+    requests: list[Known],
+    tally: Tally,
+    rng: random.Random,
+    end_s: float,
+) -> None:
+    while time.monotonic() < end_s and not tally.wrong:
+        known = rng.choice(requests)
+        body = salted(known.body) if rng.random() < 0.6 else known.body
+        body = body | {"stream": rng.random() < 0.5}
+        sending = client.post(router, body, bound_s=REQUEST_BOUND_S)
+        if rng.random() < 0.15:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(sending, rng.uniform(0.001, 0.3))
+            tally.counts["left"] += 1
+            continue
+        tally.note(known, await sending)
+
+
+async def break_things(
+    deployment: Deployment, client: Client, tally: Tally, rng: random.Random, end_s: float
+) -> None:
+    """One fault at a time; the next comes when the router finds all well again."""
+    while time.monotonic() < end_s - 5 and not tally.wrong:
+        await asyncio.sleep(rng.uniform(0.1, 1.5))
+        victim = rng.choice(deployment.instances)
+        if rng.random() < 0.6:
+            tally.counts["killed"] += 1
+            victim.kill()
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            victim.begin()
+            await asyncio.to_thread(victim.wait_ready)
+        else:
+            tally.counts["stopped"] += 1
+            victim.pause()
+            await asyncio.sleep(rng.uniform(0.2, 6.0))
+            victim.resume()
+        await wait_healthy(client, deployment["router"], len(deployment.instances))
+
+
+async def connect_all_pairs(client: Client, prefill: list[Program], decode: list[Program]) -> None:
+    """One handoff between each two, so that every connection there can be is there."""
+    for holder in prefill:
+        for reader in decode:
+            for attempt in range(20):
+                body = salted(body_of(prompt_of(100, attempt), 2))
+                first = await client.prefill(holder, body)
+                answer = await client.decode(reader, body, first.offered)
+                if answer.outcome == "received":
+                    break
+                await asyncio.sleep(0.2)
+            assert answer.outcome == "received"
+
+
+async def assert_resources(deployment: Deployment, before: dict[str, Resources]) -> None:
+    """Survivors have no more open than before."""
+    deadline_s = time.monotonic() + SETTLE_S
+    num_idle = NUM_CLIENTS + 2
+    while True:
+        grown = []
+        for name, program in deployment.programs.items():
+            now, then = Resources.of(program), before[name]
+            num_peers = len(deployment.instances) if name == "router" else 1
+            if now.has_grown(then, num_idle * num_peers):
+                grown.append(f"{name}: {then} became {now}")
+        if not grown:
+            return
+        assert time.monotonic() < deadline_s, grown
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("transport", ["nixl", "shm", "tcp"])
+async def test_every_answer_is_right_or_a_named_error(
+    forks: ProcessForks,
+    tiny_model: Path,
+    tmp_path: Path,
+    transport: str,
+    soak_s: float,
+    soak_random: random.Random,
+) -> None:
+    moves = ("--transport", "nixl", "--ucx-tls", "tcp") if transport == "tcp" else ()
+    options = (*(moves or ("--transport", transport)), "--num-blocks", "400")
+    tally = Tally()
+    with open_deployment(tmp_path, forks) as deployment:
+        prefill = [deployment.add_engine(f"prefill-{n}", tiny_model, *options) for n in range(2)]
+        decode = [deployment.add_engine(f"decode-{n}", tiny_model, *options) for n in range(2)]
+        deployment.wait_ready()
+        timeouts = ("--prefill-timeout-s", "5", "--request-timeout-s", "30")
+        router = deployment.add_router(prefill, decode, *timeouts)
+        async with open_client() as client:
+            requests = await known_requests(client, prefill[0], soak_random)
+            await connect_all_pairs(client, prefill, decode)
+            await client.wait_whole(*deployment.instances)
+            before = {name: Resources.of(item) for name, item in deployment.programs.items()}
+            end_s = time.monotonic() + soak_s
+            seeds = [random.Random(soak_random.random()) for _ in range(NUM_CLIENTS + 1)]
+            await asyncio.gather(
+                break_things(deployment, client, tally, seeds[0], end_s),
+                *(one_client(client, router, requests, tally, rng, end_s) for rng in seeds[1:]),
+            )
+            print(dict(tally.counts))  # noqa: T201 - shown by pytest when the test fails
+            assert not tally.wrong, tally.wrong[0]
+            deployment.restore()
+            await client.wait_whole(*deployment.instances, timeout_s=SETTLE_S)
+            await connect_all_pairs(client, prefill, decode)
+            await client.wait_whole(*deployment.instances)
+            await assert_resources(deployment, before)
+    assert tally.counts["received"] > 0
+    assert tally.counts["killed"] + tally.counts["stopped"] > 0
