@@ -138,7 +138,7 @@ async def test_prefill_full_of_handoffs_gives_up_the_oldest(
 async def test_preemption_after_a_handoff_keeps_the_tokens(
     client: Client, deployment: Deployment
 ) -> None:
-    bodies = [body_of(fresh_prompt(100), 60, seed=7, temperature=0.8) for _ in range(3)]
+    bodies = [body_of(fresh_prompt(100), 60, seed=7, temperature=0.8, top_k=4) for _ in range(3)]
     right = [await client.plain(deployment["prefill"], body) for body in bodies]
     answers = await asyncio.gather(
         *(client.post(deployment["router"], body, bound_s=2 * BOUND_S) for body in bodies)
