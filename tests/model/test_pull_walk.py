@@ -31,6 +31,7 @@ from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Acquire, Release, Renew
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
+from tests.integration.exchange_pair import LAYOUT
 
 PROMPT = PromptIdentity(40, b"p" * 32)
 NUM_BLOCKS = 12
@@ -56,6 +57,7 @@ class PullWalk(RuleBasedStateMachine):
         self.planners = {
             name: Planner(
                 ExchangeConfig(instance_id=name, epoch=Epoch(1), max_held_share=0.5),
+                LAYOUT,
                 pool,
                 self.clock,
             )

@@ -41,6 +41,16 @@ class ExchangeConfig:
     """Of the pool, for one reader's leases; offers are bounded by ``max_held_share`` already."""
     max_quarantine_share: float = 0.25
     max_peers: int = 64
+    push_heartbeat_s: float = 1.0
+    """How often a receiver asks a sender whether it still lives and what it has missed."""
+    prefill_timeout_s: float = 300.0
+    """How long a receiver waits for prefill to complete; then the request is recomputed."""
+    max_registered_share: float = 0.25
+    """Of the pool, for registrations whose prefill has not been admitted."""
+    max_early_registrations: int = 1024
+    """Registrations that came before their prefill."""
+    max_inflight_bytes: int = 64 * 1024 * 1024
+    """Of WRITEs to one receiver, so that a slow one does not stop the others."""
     verify_blocks: bool = False
     """Compare a digest of every moved block on both sides."""
 
@@ -53,7 +63,14 @@ class ExchangeConfig:
         for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):
             _require_positive(name, getattr(self, name))
         _require_positive("receive_timeout_s", self.receive_timeout_s)
-        for name in ("max_held_share", "max_reader_share", "max_quarantine_share"):
+        _require_positive("push_heartbeat_s", self.push_heartbeat_s)
+        _require_positive("prefill_timeout_s", self.prefill_timeout_s)
+        for name in (
+            "max_held_share",
+            "max_reader_share",
+            "max_quarantine_share",
+            "max_registered_share",
+        ):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1")
         if not 0 <= self.control_port <= 65_535:

@@ -18,7 +18,7 @@ from zmq.utils import z85
 from kvferry.connector.config import ExchangeConfig, endpoint
 from kvferry.errors import ConfigError, FerryError, IncompatiblePeerError, RemoteProtocolError
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from kvferry.protocol.messages import Envelope, Message
+from kvferry.protocol.messages import NOTICE_SEQUENCE, Envelope, Message, Notice
 
 MAX_QUEUED_MESSAGES = 10_000
 MAX_MESSAGES_PER_TURN = 256
@@ -154,6 +154,13 @@ class ControlServer:
             self.socket.send_multipart([to.identity, data], zmq.NOBLOCK)
         except zmq.Again:
             self._count_malformed("reply_dropped")
+
+    def notify(self, identity: bytes, notice: Notice) -> None:
+        """Send a notice; one that is lost is asked for again by the receiver's heartbeat."""
+        try:
+            self.socket.send_multipart([identity, encode(NOTICE_SEQUENCE, notice)], zmq.NOBLOCK)
+        except zmq.Again:
+            self._count_malformed("notice_dropped")
 
     def close(self) -> None:
         """Close the socket; the port is free afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import ReleaseOutcome
+from kvferry.protocol.messages import Notice, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
 
 
@@ -30,8 +30,21 @@ class SendAcquire(_Effect, frozen=True):
     first_block: int
 
 
+class SendRegister(_Effect, frozen=True):
+    """Tell the sender which blocks to fill; answered by ``RegisterAnswered`` or ``PeerLost``."""
+
+    peer: PeerAddress
+    transfer_id: TransferId
+    generation: int
+    num_tokens: int
+    digest: bytes
+    first_block: int
+    blocks: tuple[BlockNumber, ...]
+    timeout_s: float
+
+
 class SendRenew(_Effect, frozen=True):
-    """Keep the holder's offer alive; the answer does not matter."""
+    """Keep the holder's offer alive; answered by ``RenewAnswered`` or ``PeerLost``."""
 
     peer: PeerAddress
     transfer_id: TransferId
@@ -39,7 +52,8 @@ class SendRenew(_Effect, frozen=True):
 
 
 class SendRelease(_Effect, frozen=True):
-    """Tell the holder that its blocks are not needed any more; the answer does not matter."""
+    """Tell the holder that its blocks are not needed any more; answered by ``ReleaseAnswered``,
+    unless the peer is lost."""
 
     peer: PeerAddress
     transfer_id: TransferId
@@ -56,8 +70,46 @@ class PostRead(_Effect, frozen=True):
     block_digests: tuple[bytes, ...] = ()
 
 
+class PostWrite(_Effect, frozen=True):
+    """WRITE to a reader; answered by one ``WriteEnded`` event, however long that takes."""
+
+    reader: str
+    transfer_id: TransferId
+    write_id: int
+    local_blocks: tuple[BlockNumber, ...]
+    remote_blocks: tuple[BlockNumber, ...]
+
+
+class Notify(_Effect, frozen=True):
+    """Send a notice to the receiver of a transfer, where it was last heard of."""
+
+    transfer_id: TransferId
+    notice: Notice
+
+
+class StartProgress(_Effect, frozen=True):
+    """A holder may WRITE for this transfer now: progress its link until ``StopProgress``."""
+
+    peer: PeerAddress
+    transfer_id: TransferId
+
+
+class StopProgress(_Effect, frozen=True):
+    """Nothing of this transfer can land any more."""
+
+    peer: PeerAddress
+    transfer_id: TransferId
+
+
+class DisconnectReader(_Effect, frozen=True):
+    """Tear the link to a reader down; our WRITEs to it then end."""
+
+    reader: str
+
+
 class DisconnectPeer(_Effect, frozen=True):
-    """Tear the link to a holder down; its READs then end."""
+    """Tear the link to a holder down; our READs then end, and ``PeerQuiet`` follows once nothing
+    that the holder posted can land."""
 
     peer: PeerAddress
 
@@ -87,9 +139,15 @@ class NotifyEngine(_Effect, frozen=True):
 Effect = (
     ContactPeer
     | SendAcquire
+    | SendRegister
     | SendRenew
     | SendRelease
     | PostRead
+    | PostWrite
+    | Notify
+    | StartProgress
+    | StopProgress
+    | DisconnectReader
     | DisconnectPeer
     | StartServing
     | StopServing

@@ -8,7 +8,8 @@ import msgspec
 
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Declined, Granted
+from kvferry.protocol.messages import Declined, Granted, Notice, Registered, Renewed
+from kvferry.protocol.params import PeerAddress
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True):
@@ -21,6 +22,41 @@ class AcquireAnswered(_Event, frozen=True):
     transfer_id: TransferId
     sent_s: float
     reply: Granted | Declined
+
+
+class RegisterAnswered(_Event, frozen=True):
+    """The sender's reply to a registration."""
+
+    transfer_id: TransferId
+    reply: Registered | Declined
+
+
+class RenewAnswered(_Event, frozen=True):
+    """The holder's reply to a heartbeat."""
+
+    transfer_id: TransferId
+    reply: Renewed | Declined
+
+
+class ReleaseAnswered(_Event, frozen=True):
+    """The holder's reply to a release."""
+
+    transfer_id: TransferId
+    is_quiet: bool
+
+
+class Noticed(_Event, frozen=True):
+    """A sender's notice came, from ``peer``."""
+
+    transfer_id: TransferId
+    peer: PeerAddress
+    notice: Notice
+
+
+class PeerQuiet(_Event, frozen=True):
+    """The link to ``peer`` is down, and nothing that the peer posted on it can land any more."""
+
+    transfer_id: TransferId
 
 
 class PeerLost(_Event, frozen=True):
@@ -49,4 +85,23 @@ class ReadEnded(_Event, frozen=True):
     detail: str = ""
 
 
-Event = AcquireAnswered | PeerLost | ReadEnded
+class WriteEnded(_Event, frozen=True):
+    """A posted WRITE is terminal."""
+
+    transfer_id: TransferId
+    write_id: int
+    is_done: bool
+    detail: str = ""
+
+
+ReceiveSideEvent = (
+    AcquireAnswered
+    | RegisterAnswered
+    | RenewAnswered
+    | ReleaseAnswered
+    | Noticed
+    | PeerQuiet
+    | PeerLost
+    | ReadEnded
+)
+Event = ReceiveSideEvent | WriteEnded

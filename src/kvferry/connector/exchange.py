@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig, is_loopback
-from kvferry.connector.mover import Mover, MoverParts
+from kvferry.connector.mover import Mover
+from kvferry.connector.parts import MoverParts
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import (
     BlockPort,
     ConnectorSnapshot,
+    FirstTokenArrival,
     HandoffOffer,
+    PrefillEnd,
     PromptIdentity,
     ReceiveOutcome,
     ReceiveResult,
@@ -23,10 +26,10 @@ from kvferry.observe.metrics import ExchangeMetrics
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import Hello, InstanceInfo
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.transport.base import Transport
 
-CAPABILITIES = ("pull",)
+CAPABILITIES = ("pull", "push")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Exchange:
         self._config = config
         self._memory = memory
         self._metrics = metrics
-        self._planner = Planner(config, memory.blocks, clock)
+        self._planner = Planner(config, memory.layout, memory.blocks, clock)
         digester = None
         if config.verify_blocks and memory.view is not None:
             digester = BlockDigester(memory.view, memory.layout.block_bytes)
@@ -68,6 +71,7 @@ class Exchange:
             self._describe,
         )
         self._mover = Mover(self._parts)
+        self._modes: dict[TransferId, Mode] = {}
         self.address = PeerAddress(config.instance_id, config.epoch, self._mover.control_address)
 
     def start(self, on_results: Callable[[], None]) -> None:
@@ -84,11 +88,22 @@ class Exchange:
         return self._describe(self.address.control_address)
 
     def begin_receive(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+        self,
+        transfer_id: TransferId,
+        peer: PeerAddress,
+        prompt: PromptIdentity,
+        *,
+        mode: Mode = Mode.PULL,
     ) -> None:
         """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed."""
         self._check_address(peer.control_address)
-        self._mover.submit(self._planner.begin_receive(transfer_id, peer, prompt))
+        effects = self._planner.begin_receive(transfer_id, peer, prompt, mode)
+        self._modes[transfer_id] = mode
+        self._mover.submit(effects)
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        """See ``ConnectorPort``."""
+        return self._planner.may_receive(transfer_id, num_blocks)
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
@@ -96,8 +111,15 @@ class Exchange:
         """See ``ConnectorPort``."""
         self._mover.submit(self._planner.receive(transfer_id, blocks, first_block))
 
+    def give_back(self, transfer_id: TransferId) -> bool:
+        """See ``ConnectorPort``."""
+        was_given_back, effects = self._planner.give_back(transfer_id)
+        self._mover.submit(effects)
+        return was_given_back
+
     def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
         """See ``ConnectorPort``."""
+        self._modes.pop(transfer_id, None)
         self._mover.submit(self._planner.end_receive(transfer_id, needed=needed))
 
     def take_results(self) -> list[ReceiveResult]:
@@ -109,6 +131,31 @@ class Exchange:
         for result in results:
             self._count(result)
         return results
+
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        """See ``ConnectorPort``."""
+        return self._planner.take_first_tokens()
+
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.begin_send(transfer_id, prompt))
+
+    def advance_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
+    ) -> None:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.advance_send(transfer_id, blocks, num_tokens))
+
+    def complete_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
+    ) -> HandoffOffer:
+        """See ``ConnectorPort``."""
+        self._mover.submit(self._planner.complete_send(transfer_id, blocks, end))
+        return HandoffOffer(self.address, self._config.handoff_lease_s)
+
+    def take_stopped_sends(self) -> list[TransferId]:
+        """See ``ConnectorPort``."""
+        return self._planner.take_stopped_sends()
 
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
@@ -132,10 +179,11 @@ class Exchange:
         return self._planner.snapshot()
 
     def _count(self, result: ReceiveResult) -> None:
-        self._metrics.receives.labels("pull", result.outcome).inc()
+        mode = self._modes.get(result.transfer_id, Mode.PULL)
+        self._metrics.receives.labels(mode, result.outcome).inc()
         if result.outcome is ReceiveOutcome.RECEIVED:
-            self._metrics.transfer_bytes.labels("in", "pull").inc(result.num_bytes)
-            self._metrics.transfer_s.labels("pull").observe(result.finished_s - result.started_s)
+            self._metrics.transfer_bytes.labels("in", mode).inc(result.num_bytes)
+            self._metrics.transfer_s.labels(mode).observe(result.finished_s - result.started_s)
 
     def _describe(self, control_address: str) -> InstanceInfo:
         layout = self._memory.layout

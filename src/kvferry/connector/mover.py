@@ -12,42 +12,40 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import zmq
 
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.control import ControlClient, ControlContext, ControlServer
+from kvferry.connector.control import ControlContext, ControlServer
 from kvferry.connector.effects import (
     ContactPeer,
     CountOfferEnd,
     DisconnectPeer,
+    DisconnectReader,
     Effect,
+    Notify,
     NotifyEngine,
     PostRead,
+    PostWrite,
     SendAcquire,
+    SendRegister,
     SendRelease,
     SendRenew,
+    StartProgress,
     StartServing,
+    StopProgress,
     StopServing,
 )
-from kvferry.connector.events import Event, PeerLost
-from kvferry.connector.planner import Planner
-from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.readers import BlockDigester, Readers
+from kvferry.connector.events import Event
+from kvferry.connector.holders import Holders
+from kvferry.connector.parts import MoverParts
+from kvferry.connector.readers import Readers
 from kvferry.connector.reads import Reads
-from kvferry.connector.sessions import Sendable, Session, SessionState
+from kvferry.connector.writes import Writes
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
-from kvferry.observe.metrics import ExchangeMetrics
-from kvferry.protocol.messages import Hello, InstanceInfo, InstanceQuery
-from kvferry.protocol.params import PeerAddress
-from kvferry.transport.base import Transport
+from kvferry.protocol.messages import InstanceQuery
 
-LOST_SESSION_REST_S = 1.0
-"""A lost peer is not tried again for so long; requests for it are told at once."""
 MIN_TURN_S = 0.0001
 MAX_TURN_S = 0.001
 MAX_WAIT_S = 60.0
@@ -56,22 +54,6 @@ UNQUIET_POLL_S = 0.1
 FAILURE_REST_S = 0.05
 """After a bug was met: keeps a failure that repeats from eating a core."""
 _logger = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class MoverParts:
-    """What a mover is made of; each is used on its thread only, but for the planner."""
-
-    config: ExchangeConfig
-    hello: Hello
-    transport: Transport
-    planner: Planner
-    clock: Clock
-    metrics: ExchangeMetrics
-    digester: BlockDigester | None
-    describe: Callable[[str], InstanceInfo]
-    """Control address → the answer to ``InstanceQuery``."""
-    on_results: Callable[[], None] = field(default=lambda: None)
 
 
 class Mover:
@@ -94,13 +76,21 @@ class Mover:
             max_peers=parts.config.max_peers,
         )
         self._reads = Reads(parts.clock, parts.digester)
-        self._sessions: dict[PeerAddress, Session] = {}
+        self._writes = Writes()
         self._inbox: deque[Effect] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._is_closed = False
         self._is_torn_down = False
         self._poller = zmq.Poller()
+        self._holders = Holders(
+            parts=parts,
+            context=self._context,
+            poller=self._poller,
+            reads=self._reads,
+            handle=self._handle,
+            count_malformed=self._count_malformed,
+        )
         self._stopping = False
         self._turn_s = MIN_TURN_S
         self._failure_rest_s = 0.0
@@ -165,9 +155,11 @@ class Mover:
         duties = (
             self._execute_inbox,
             self._answer_requests,
-            self._hear_sessions,
-            self._poll_reads,
+            self._holders.hear,
+            self._poll_transfers,
             self._readers.progress,
+            self._holders.progress,
+            self._holders.tell_quiet,
             self._act_on_deadlines,
         )
         self._drain_wake_fd()
@@ -178,8 +170,9 @@ class Mover:
                 _logger.exception("the mover failed in %s: a bug in kvferry", duty.__name__)
                 self._failure_rest_s = FAILURE_REST_S
 
-    def _poll_reads(self) -> None:
+    def _poll_transfers(self) -> None:
         self._handle(self._reads.poll())
+        self._handle(self._writes.poll())
 
     def _act_on_deadlines(self) -> None:
         self._execute(self._parts.planner.tick())
@@ -190,18 +183,22 @@ class Mover:
             return rest_s
         if self._inbox:
             return 0.0
-        if self._reads.num_running or self._readers.is_serving:
+        if self._is_transferring():
             wait_s, self._turn_s = self._turn_s, min(2 * self._turn_s, MAX_TURN_S)
             return wait_s
         self._turn_s = MIN_TURN_S
         deadlines = [self._parts.planner.next_deadline_s()]
-        if self._reads.num_unquiet:
+        if self._reads.num_unquiet or self._holders.has_unquiet:
             deadlines.append(self._parts.clock.monotonic_s() + UNQUIET_POLL_S)
-        deadlines += [s.next_deadline_s() for s in self._sessions.values()]
+        deadlines.append(self._holders.next_deadline_s())
         due_s = min((d for d in deadlines if d is not None), default=None)
         if due_s is None:
             return MAX_WAIT_S
         return min(max(due_s - self._parts.clock.monotonic_s(), 0.0), MAX_WAIT_S) + MAX_TURN_S
+
+    def _is_transferring(self) -> bool:
+        is_sending = self._writes.num_running > 0 or self._readers.is_serving
+        return is_sending or self._reads.num_running > 0 or self._holders.is_progressing
 
     def _drain_wake_fd(self) -> None:
         try:
@@ -215,20 +212,12 @@ class Mover:
             if isinstance(message, InstanceQuery):
                 self._server.reply(request, self._parts.describe(self.control_address))
                 continue
-            reply, effects = self._readers.answer(message)
+            reply, effects = self._readers.answer(request.identity, message)
             # A grant must have its link progressed before the reader can start.
             self._execute(effects)
             self._server.reply(request, reply)
             labels = (type(message).__name__.lower(), type(reply).__name__.lower())
             self._parts.metrics.control_requests.labels(*labels).inc()
-
-    def _hear_sessions(self) -> None:
-        for session in list(self._sessions.values()):
-            if not session.is_retired:
-                self._handle(session.receive())
-                self._handle(session.expire())
-            if session.state is SessionState.LOST:
-                self._retire(session)
 
     # -- effects --------------------------------------------------------------------------------
     def _execute_inbox(self) -> None:
@@ -242,108 +231,61 @@ class Mover:
     def _execute(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
-                case ContactPeer():
-                    self._session(effect.peer)
-                case SendAcquire() | SendRenew() | SendRelease():
-                    self._send(effect)
-                case PostRead():
-                    self._post_read(effect)
-                case DisconnectPeer():
-                    self._disconnect(effect.peer)
-                case StartServing():
-                    self._readers.start_serving(effect.reader)
-                case StopServing():
-                    self._readers.stop_serving(effect.reader)
+                case SendAcquire() | SendRegister() | SendRenew() | SendRelease():
+                    self._holders.send(effect)
+                case PostRead() | PostWrite():
+                    self._post(effect)
+                case StartProgress() | StopProgress() | StartServing() | StopServing():
+                    self._progress_or_not(effect)
+                case ContactPeer() | DisconnectPeer() | DisconnectReader():
+                    self._join_or_part(effect)
+                case Notify():
+                    self._notify(effect)
                 case CountOfferEnd():
                     self._parts.metrics.handoffs.labels(effect.outcome).inc()
                 case NotifyEngine():
                     self._parts.on_results()
 
-    def _send(self, effect: Sendable) -> None:
-        try:
-            self._handle(self._session(effect.peer).submit(effect))
-        except FerryError as error:
-            if not isinstance(effect, SendAcquire):
-                raise
-            lost = PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
-            self._handle([lost])
-
-    def _post_read(self, effect: PostRead) -> None:
+    def _post(self, effect: PostRead | PostWrite) -> None:
         self._turn_s = MIN_TURN_S
-        session = self._sessions.get(effect.peer)
-        link = session.link if session is not None else None
-        num_blocks = len(effect.local_blocks)
-        _logger.debug("reading %d blocks of %s", num_blocks, effect.transfer_id)
-        self._handle(self._reads.post(effect, link))
+        num_blocks, transfer_id = len(effect.local_blocks), effect.transfer_id
+        if isinstance(effect, PostRead):
+            _logger.debug("reading %d blocks of %s", num_blocks, transfer_id)
+            self._handle(self._reads.post(effect, self._holders.link(effect.peer)))
+        else:
+            _logger.debug("writing %d blocks of %s", num_blocks, transfer_id)
+            self._handle(self._writes.post(effect, self._readers.link(effect.reader)))
 
-    def _session(self, peer: PeerAddress) -> Session:
-        session = self._sessions.get(peer)
-        if session is not None:
-            rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
-            lost = session.state is SessionState.LOST
-            if not lost or rested_s < LOST_SESSION_REST_S or not session.link_closed:
-                return session
-            del self._sessions[peer]
-        self._make_room(peer)
-        return self._open_session(peer)
+    def _progress_or_not(
+        self, effect: StartProgress | StopProgress | StartServing | StopServing
+    ) -> None:
+        self._turn_s = MIN_TURN_S
+        match effect:
+            case StartProgress():
+                self._holders.start_progress(effect.peer, effect.transfer_id)
+            case StopProgress():
+                self._holders.stop_progress(effect.peer, effect.transfer_id)
+            case StartServing():
+                self._readers.start_serving(effect.reader)
+            case StopServing():
+                self._readers.stop_serving(effect.reader)
 
-    def _make_room(self, peer: PeerAddress) -> None:
-        """Let go of earlier epochs of ``peer``, and of the session that was idle longest."""
-        for other, session in list(self._sessions.items()):
-            if other.instance_id == peer.instance_id:
-                self._handle(session.lose(ReceiveOutcome.GONE, "it has restarted since"))
-            if session.link_closed:
-                del self._sessions[other]
-        live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
-        idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
-        if len(live) >= self._parts.config.max_peers and idle:
-            oldest = min(idle, key=lambda s: s.last_used_s)
-            self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
+    def _join_or_part(self, effect: ContactPeer | DisconnectPeer | DisconnectReader) -> None:
+        match effect:
+            case ContactPeer():
+                self._holders.contact(effect.peer)
+            case DisconnectPeer():
+                self._holders.disconnect(effect.peer)
+            case DisconnectReader():
+                link = self._readers.link(effect.reader)
+                if link is not None:
+                    self._handle(self._writes.end_link(link))
+                    self._readers.drop(effect.reader)
 
-    def _open_session(self, peer: PeerAddress) -> Session:
-        parts = self._parts
-        client = ControlClient(self._context, peer.control_address, self._count_malformed)
-        link = parts.transport.open_link(peer.instance_id, peer_writes=False)
-        hello = Hello(
-            parts.hello.instance_id,
-            parts.hello.epoch,
-            parts.hello.layout,
-            parts.hello.transport,
-            link.local_metadata,
-        )
-        session = Session(
-            peer,
-            client,
-            link,
-            hello,
-            parts.clock,
-            parts.config.control_timeout_s,
-            parts.digester is not None,
-        )
-        self._sessions[peer] = session
-        self._poller.register(client.socket, zmq.POLLIN)
-        session.greet()
-        return session
-
-    def _retire(self, session: Session) -> None:
-        """Close a lost session's socket at once, its link as soon as nothing runs on it."""
-        if not session.is_retired:
-            session.is_retired = True
-            _logger.warning("lost %s: %s", session.peer.instance_id, session.lost_detail)
-            self._poller.unregister(session.client.socket)
-            session.client.close()
-        if not session.link_closed and not self._reads.uses(session.link):
-            session.link_closed = True
-            session.link.disconnect()
-
-    def _disconnect(self, peer: PeerAddress) -> None:
-        session = self._sessions.get(peer)
-        if session is None:
-            return
-        self._handle(session.lose(ReceiveOutcome.SLOW, "a READ did not end in time"))
-        session.link_closed = True
-        self._handle(self._reads.end_link(session.link))
-        self._retire(session)
+    def _notify(self, effect: Notify) -> None:
+        identity = self._readers.route(effect.transfer_id)
+        if identity is not None:
+            self._server.notify(identity, effect.notice)
 
     def _count_malformed(self, reason: str) -> None:
         self._parts.metrics.control_malformed.labels(reason).inc()
@@ -352,10 +294,7 @@ class Mover:
         if self._is_torn_down:
             return
         self._is_torn_down = True
-        for session in self._sessions.values():
-            self._handle(self._reads.end_link(session.link))
-            if not session.is_retired:
-                session.client.close()
+        self._holders.close()
         self._readers.close()
         self._server.close()
         self._context.close()

@@ -14,63 +14,134 @@ from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import Effect
-from kvferry.connector.events import Event
+from kvferry.connector.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
+from kvferry.connector.holds import Holds
 from kvferry.connector.ports import (
     BlockPort,
     ConnectorSnapshot,
+    FirstTokenArrival,
+    PrefillEnd,
     PromptIdentity,
     ReceiveResult,
 )
+from kvferry.connector.push_receiver import PushReceiver
+from kvferry.connector.push_sender import PushSender
 from kvferry.connector.receiver import ReceivePlanner
 from kvferry.connector.sender import OfferPlanner
+from kvferry.errors import RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
     Declined,
     DeclineReason,
     Granted,
+    Register,
+    Registered,
     Release,
     Released,
     Renew,
     Renewed,
     decline,
 )
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress
 
 
 class Planner:
     """Receives and offers of one instance, behind one lock held for microseconds."""
 
-    def __init__(self, config: ExchangeConfig, blocks: BlockPort, clock: Clock) -> None:
+    def __init__(
+        self, config: ExchangeConfig, layout: KVLayout, blocks: BlockPort, clock: Clock
+    ) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._quarantine = Quarantine(blocks, config.max_quarantine_share)
         self._receiver = ReceivePlanner(config, blocks, self._quarantine, clock)
-        self._sender = OfferPlanner(config, blocks, clock)
+        self._push_receiver = PushReceiver(
+            config, blocks, self._quarantine, clock, layout.block_bytes
+        )
+        self._holds = Holds(config, blocks, clock)
+        self._holds.make_room = lambda num_blocks: self._give_up(num_blocks)[1]
+        self._sender = OfferPlanner(config, blocks, self._holds, clock)
+        self._push_sender = PushSender(config, layout, blocks, self._holds, clock)
 
     def begin_receive(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+        self,
+        transfer_id: TransferId,
+        peer: PeerAddress,
+        prompt: PromptIdentity,
+        mode: Mode = Mode.PULL,
     ) -> list[Effect]:
         """See ``ConnectorPort.begin_receive``."""
         with self._lock:
+            if transfer_id in self._receiver or transfer_id in self._push_receiver:
+                raise RequestError(
+                    f"transfer id {transfer_id} is already being received",
+                    param="kv_transfer_params.transfer_id",
+                    code="transfer_id_in_use",
+                )
+            if mode is Mode.PUSH:
+                return self._push_receiver.begin(transfer_id, peer, prompt)
             return self._receiver.begin(transfer_id, peer, prompt)
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        """See ``ConnectorPort.may_receive``."""
+        with self._lock:
+            return self._push_receiver.may_receive(transfer_id, num_blocks)
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
     ) -> list[Effect]:
         """See ``ConnectorPort.receive``."""
         with self._lock:
+            if transfer_id in self._push_receiver:
+                return self._push_receiver.receive(transfer_id, blocks, first_block)
             return self._receiver.receive(transfer_id, blocks, first_block)
+
+    def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
+        """See ``ConnectorPort.give_back``."""
+        with self._lock:
+            return self._push_receiver.give_back(transfer_id)
 
     def end_receive(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
         """See ``ConnectorPort.end_receive``."""
         with self._lock:
-            return self._receiver.end(transfer_id, needed=needed)
+            effects = self._push_receiver.end(transfer_id, needed=needed)
+            return effects + self._receiver.end(transfer_id, needed=needed)
 
     def take_results(self) -> list[ReceiveResult]:
         """See ``ConnectorPort.take_results``."""
         with self._lock:
-            return self._receiver.take_results()
+            return self._receiver.take_results() + self._push_receiver.take_results()
+
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        """See ``ConnectorPort.take_first_tokens``."""
+        with self._lock:
+            return self._push_receiver.take_first_tokens()
+
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
+        """See ``ConnectorPort.begin_send``."""
+        with self._lock:
+            return self._push_sender.begin(transfer_id, prompt)
+
+    def advance_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
+    ) -> list[Effect]:
+        """See ``ConnectorPort.advance_send``."""
+        with self._lock:
+            return self._push_sender.advance(transfer_id, blocks, num_tokens)
+
+    def complete_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
+    ) -> list[Effect]:
+        """See ``ConnectorPort.complete_send``."""
+        with self._lock:
+            return self._push_sender.complete(transfer_id, blocks, end)
+
+    def take_stopped_sends(self) -> list[TransferId]:
+        """See ``ConnectorPort.take_stopped_sends``."""
+        with self._lock:
+            return self._push_sender.take_stopped()
 
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
@@ -82,17 +153,27 @@ class Planner:
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
         """See ``ConnectorPort.withdraw``."""
         with self._lock:
-            return self._sender.withdraw(transfer_id)
+            return self._sender.withdraw(transfer_id) + self._push_sender.withdraw(transfer_id)
 
     def give_up_oldest(self, num_blocks: int) -> tuple[int, list[Effect]]:
         """See ``ConnectorPort.give_up_oldest``."""
         with self._lock:
-            return self._sender.give_up_oldest(num_blocks)
+            return self._give_up(num_blocks)
 
     def handle(self, event: Event) -> list[Effect]:
         """Take in what the mover reports."""
         with self._lock:
-            return self._receiver.handle(event)
+            match event:
+                case WriteEnded():
+                    return self._push_sender.on_write_ended(event)
+                case AcquireAnswered() | ReadEnded():
+                    return self._receiver.handle(event)
+                case PeerLost():
+                    if event.transfer_id in self._push_receiver:
+                        return self._push_receiver.handle(event)
+                    return self._receiver.handle(event)
+                case _:
+                    return self._push_receiver.handle(event)
 
     def answer_acquire(
         self, reader: str, message: Acquire
@@ -103,43 +184,71 @@ class Planner:
         with self._lock:
             return self._sender.acquire(reader, message)
 
-    def answer_renew(self, message: Renew) -> Renewed | Declined:
+    def answer_register(
+        self, reader: str, message: Register
+    ) -> tuple[Registered | Declined, list[Effect]]:
+        """Answer a receiver that registers its blocks."""
+        if message.holder_epoch != self._config.epoch:
+            return self._decline_epoch(), []
+        with self._lock:
+            return self._push_sender.register(reader, message)
+
+    def answer_renew(self, message: Renew) -> tuple[Renewed | Declined, list[Effect]]:
         """Answer a heartbeat."""
         if message.holder_epoch != self._config.epoch:
-            return self._decline_epoch()
+            return self._decline_epoch(), []
         with self._lock:
-            return self._sender.renew(message)
+            answer = self._push_sender.renew(message)
+            return answer if answer is not None else (self._sender.renew(message), [])
 
     def answer_release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
         """Answer a release; one of an earlier epoch has nothing to release."""
         if message.holder_epoch != self._config.epoch:
             return Released(), []
         with self._lock:
-            return self._sender.release(reader, message)
+            answer = self._push_sender.release(message)
+            return answer if answer is not None else self._sender.release(reader, message)
 
     def tick(self) -> list[Effect]:
         """Act on all deadlines that have passed."""
         with self._lock:
-            return self._receiver.tick() + self._sender.tick()
+            effects = self._receiver.tick() + self._push_receiver.tick()
+            effects += self._sender.tick() + self._push_sender.tick()
+            for transfer_id in self._holds.expire():
+                effects += self._sender.expire(transfer_id) + self._push_sender.expire(transfer_id)
+            return effects
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do (monotonic seconds), or None."""
         with self._lock:
-            deadlines = (self._receiver.next_deadline_s(), self._sender.next_deadline_s())
+            deadlines = (
+                self._receiver.next_deadline_s(),
+                self._push_receiver.next_deadline_s(),
+                self._sender.next_deadline_s(),
+                self._push_sender.next_deadline_s(),
+                self._holds.next_expiry_s(),
+            )
         return min((d for d in deadlines if d is not None), default=None)
 
     def snapshot(self) -> ConnectorSnapshot:
         """Return counts for metrics and tests."""
         with self._lock:
-            outcomes = Counter({f"receive_{k}": v for k, v in self._receiver.outcomes.items()})
-            outcomes.update({f"offer_{k}": v for k, v in self._sender.outcomes.items()})
+            received = self._receiver.outcomes + self._push_receiver.outcomes
+            ended = self._sender.outcomes + self._push_sender.outcomes
+            outcomes = Counter({f"receive_{k}": v for k, v in received.items()})
+            outcomes.update({f"offer_{k}": v for k, v in ended.items()})
             return ConnectorSnapshot(
-                num_handoffs_held=self._sender.num_offers,
-                num_blocks_leased=self._sender.num_blocks_leased,
-                num_receives=self._receiver.num_receives,
+                num_handoffs_held=self._sender.num_offers + self._push_sender.num_sends,
+                num_blocks_leased=self._holds.num_blocks + self._sender.num_blocks_leased,
+                num_receives=self._receiver.num_receives + self._push_receiver.num_receives,
                 num_blocks_quarantined=self._quarantine.num_blocks,
                 outcomes=dict(outcomes),
             )
+
+    def _give_up(self, num_blocks: int) -> tuple[int, list[Effect]]:
+        num_freed, effects = self._sender.give_up_oldest(num_blocks)
+        more_freed, more_effects = self._push_sender.give_up_oldest(num_blocks - num_freed)
+        return num_freed + more_freed, effects + more_effects
 
     def _decline_epoch(self) -> Declined:
         return decline(DeclineReason.GONE, "this instance has restarted since")

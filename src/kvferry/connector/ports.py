@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress
 
 
 class BlockPort(Protocol):
@@ -53,6 +54,22 @@ class HandoffOffer:
     """The holder: this instance."""
     lease_s: float
     """How long they are held from now, unless renewed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnd:
+    """How a prefill ended: the token it sampled, and when (monotonic seconds of its host)."""
+
+    first_token: FirstToken
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenArrival:
+    """Push: prefill is complete, its token can be answered; the KV may still be on its way."""
+
+    transfer_id: TransferId
+    end: PrefillEnd
 
 
 class ReceiveOutcome(enum.StrEnum):
@@ -105,12 +122,22 @@ class ConnectorPort(Protocol):
 
     # -- receiver (decode) --------------------------------------------------------------------
     def begin_receive(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+        self,
+        transfer_id: TransferId,
+        peer: PeerAddress,
+        prompt: PromptIdentity,
+        *,
+        mode: Mode = Mode.PULL,
     ) -> None:
         """The request has arrived: shake hands early and keep the peer's blocks held.
 
         Raises ``RequestError`` if ``transfer_id`` is already in use here.
         """
+        ...
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` may be set aside now. Push: registrations whose prefill has not
+        been admitted have a share of the pool only, so that nobody waits in a ring."""
         ...
 
     def receive(
@@ -123,16 +150,51 @@ class ConnectorPort(Protocol):
         """
         ...
 
+    def give_back(self, transfer_id: TransferId) -> bool:
+        """Push: the engine needs the blocks of a running receive; ``receive`` may be called again
+        with others. Returns False if it cannot be given back (a pull, or it has ended)."""
+        ...
+
     def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
         """The request does not want (``needed=False``: has all it needs) or can no longer use the
         peer's blocks; the peer is told. Safe to repeat, and after a result. No result follows."""
         ...
 
     def take_results(self) -> list[ReceiveResult]:
-        """Return results since the last call. The engine is woken when there are new ones."""
+        """Return results since the last call. The engine is woken when there are new ones.
+
+        Push: a result may come for a request that has been given no blocks yet.
+        """
+        ...
+
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        """Push: return the first tokens that have arrived since the last call, each once."""
         ...
 
     # -- sender (prefill) ---------------------------------------------------------------------
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        """Push: the prefill has its blocks and computes from now on. Raises ``RequestError`` for
+        an id in use."""
+        ...
+
+    def advance_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
+    ) -> None:
+        """Push: the step has completed that put the KV of the first ``num_tokens`` tokens into
+        ``blocks``. After a preemption it may be fewer again; what was written stays right."""
+        ...
+
+    def complete_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
+    ) -> HandoffOffer:
+        """Push: as ``offer``, for a send that was begun."""
+        ...
+
+    def take_stopped_sends(self) -> list[TransferId]:
+        """Push: return the sends whose receiver wants nothing of them, so that their prefill need
+        not go on."""
+        ...
+
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:

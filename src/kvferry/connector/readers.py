@@ -14,20 +14,23 @@ from kvferry.connector.effects import Effect
 from kvferry.connector.planner import Planner
 from kvferry.connector.sessions import require_same_memory
 from kvferry.errors import FerryError, IncompatiblePeerError
-from kvferry.protocol.ids import BlockNumber
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
     Acquire,
     DeclineReason,
     Granted,
     Hello,
     HelloReply,
+    Message,
+    Register,
     Release,
     Renew,
     Reply,
-    Request,
     decline,
 )
 from kvferry.transport.base import Link, Transport
+
+MAX_ROUTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Readers:
         self._max_peers = max_peers
         self._links: OrderedDict[str, Link] = OrderedDict()
         self._serving: set[str] = set()
+        self._routes: OrderedDict[TransferId, bytes] = OrderedDict()
 
     @property
     def is_serving(self) -> bool:
@@ -86,15 +90,27 @@ class Readers:
             if link is not None:
                 link.progress()
 
-    def answer(self, message: Request | Reply) -> tuple[Reply, list[Effect]]:
+    def link(self, reader: str) -> Link | None:
+        """Return the link to ``reader``, if it has shaken hands and is connected."""
+        return self._links.get(reader)
+
+    def route(self, transfer_id: TransferId) -> bytes | None:
+        """Return where the receiver of a transfer was last heard of, if it was."""
+        return self._routes.get(transfer_id)
+
+    def answer(self, identity: bytes, message: Message) -> tuple[Reply, list[Effect]]:
         """Return the reply to one message, and what is to be done besides."""
+        if isinstance(message, Register | Renew | Release):
+            self._note_route(message.transfer_id, identity)
         match message:
             case Hello():
                 return self._on_hello(message), []
             case Acquire():
                 return self._on_acquire(message)
+            case Register():
+                return self._on_register(message)
             case Renew():
-                return self._planner.answer_renew(message), []
+                return self._planner.answer_renew(message)
             case Release():
                 return self._planner.answer_release(reader_name(message), message)
             case _:
@@ -104,7 +120,7 @@ class Readers:
     def close(self) -> None:
         """Disconnect every reader."""
         for reader in list(self._links):
-            self._drop(reader)
+            self.drop(reader)
 
     def _on_hello(self, hello: Hello) -> Reply:
         try:
@@ -113,7 +129,7 @@ class Readers:
             return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
         reader = reader_name(hello)
         for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
-            self._drop(other)  # an earlier epoch, or an earlier link of this one
+            self.drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
             return decline(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
         link = self._transport.open_link(reader, peer_writes=False)
@@ -139,18 +155,32 @@ class Readers:
             reply = Granted(reply.lease_id, reply.duration_s, reply.blocks, digests)
         return reply, effects
 
+    def _on_register(self, message: Register) -> tuple[Reply, list[Effect]]:
+        reader = reader_name(message)
+        if reader not in self._links:
+            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
+        self._links.move_to_end(reader)
+        return self._planner.answer_register(reader, message)
+
+    def _note_route(self, transfer_id: TransferId, identity: bytes) -> None:
+        self._routes[transfer_id] = identity
+        self._routes.move_to_end(transfer_id)
+        while len(self._routes) > MAX_ROUTES:
+            self._routes.popitem(last=False)
+
     def _evict_one(self) -> bool:
         idle = next((r for r in self._links if r not in self._serving), None)
         if idle is None:
             return False
-        self._drop(idle)
+        self.drop(idle)
         return True
 
-    def _drop(self, reader: str) -> None:
+    def drop(self, reader: str) -> None:
+        """Disconnect ``reader``; it may shake hands again."""
         link = self._links.pop(reader)
         link.disconnect()
 
 
-def reader_name(message: Hello | Acquire | Release) -> str:
+def reader_name(message: Hello | Acquire | Register | Release) -> str:
     """Return the name under which a reader's link and leases are kept."""
     return f"{message.instance_id}/{message.epoch}"

@@ -23,23 +23,16 @@ from kvferry.connector.effects import (
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import AcquireAnswered, Event, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.outcomes import OUTCOME_OF_DECLINE
 from kvferry.connector.ports import BlockPort, PromptIdentity, ReceiveOutcome, ReceiveResult
 from kvferry.connector.pull import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
-from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import Declined, DeclineReason, Granted, ReleaseOutcome
+from kvferry.protocol.messages import Declined, Granted, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
 
-_OUTCOME_OF_DECLINE = {
-    DeclineReason.GONE: ReceiveOutcome.GONE,
-    DeclineReason.EXPIRED: ReceiveOutcome.EXPIRED,
-    DeclineReason.MISMATCH: ReceiveOutcome.MISMATCH,
-    DeclineReason.PRESSURE: ReceiveOutcome.DECLINED,
-    DeclineReason.INCOMPATIBLE: ReceiveOutcome.INCOMPATIBLE,
-    DeclineReason.UNKNOWN_PEER: ReceiveOutcome.DECLINED,
-    DeclineReason.MALFORMED: ReceiveOutcome.FAILED,
-}
+PullEvent = AcquireAnswered | PeerLost | ReadEnded
 
 _RELEASE_OUTCOME = {
     ReceiveEvent.READ_DONE: ReleaseOutcome.READ,
@@ -89,6 +82,10 @@ class ReceivePlanner:
         self._results: list[ReceiveResult] = []
         self.outcomes: Counter[str] = Counter()
 
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether ``transfer_id`` is being received, or in quarantine."""
+        return transfer_id in self._receives
+
     @property
     def num_receives(self) -> int:
         """Receives that are not closed, quarantined ones included."""
@@ -97,13 +94,7 @@ class ReceivePlanner:
     def begin(
         self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
     ) -> list[Effect]:
-        """See ``ConnectorPort.begin_receive``."""
-        if transfer_id in self._receives:
-            raise RequestError(
-                f"transfer id {transfer_id} is already being received",
-                param="kv_transfer_params.transfer_id",
-                code="transfer_id_in_use",
-            )
+        """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
         self._receives[transfer_id] = _Receive(
             transfer_id, peer, prompt, self._clock.monotonic_s() + self._config.heartbeat_interval_s
         )
@@ -142,7 +133,7 @@ class ReceivePlanner:
         results, self._results = self._results, []
         return results
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: PullEvent) -> list[Effect]:
         """Take in what the mover reports. Events of receives that are closed are ignored."""
         receive = self._receives.get(event.transfer_id)
         if receive is None:
@@ -196,7 +187,7 @@ class ReceivePlanner:
 
     def _on_answer(self, receive: _Receive, event: AcquireAnswered) -> list[Effect]:
         if isinstance(event.reply, Declined):
-            receive.outcome = _OUTCOME_OF_DECLINE[event.reply.reason]
+            receive.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
             receive.detail = event.reply.detail
             return self._step(receive, ReceiveEvent.DECLINED)
         if len(event.reply.blocks) != len(receive.blocks):

@@ -13,6 +13,7 @@ from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import CountOfferEnd, Effect, StartServing, StopServing
+from kvferry.connector.holds import Holds
 from kvferry.connector.ports import BlockPort, PromptIdentity
 from kvferry.connector.pull import SENDER, OfferAction, OfferEvent, OfferState
 from kvferry.errors import CapacityError, FerryError, RequestError
@@ -52,7 +53,6 @@ class _Offer:
     transfer_id: TransferId
     prompt: PromptIdentity
     blocks: tuple[BlockNumber, ...]
-    hold: LeaseId
     state: OfferState = SENDER.initial
     readers: dict[str, LeaseId] = field(default_factory=dict)
 
@@ -60,17 +60,14 @@ class _Offer:
 class OfferPlanner:
     """All offers of one instance."""
 
-    def __init__(self, config: ExchangeConfig, blocks: BlockPort, clock: Clock) -> None:
+    def __init__(
+        self, config: ExchangeConfig, blocks: BlockPort, holds: Holds, clock: Clock
+    ) -> None:
         self._config = config
-        self._pool = blocks
-        limits = LeaseLimits(config.max_lease_s, config.max_renewals, 1.0)
-        self._holds = LeaseTable(blocks, clock, limits)
-        reader_limits = LeaseLimits(
-            config.max_lease_s, config.max_renewals, config.max_reader_share
-        )
-        self._leases = LeaseTable(blocks, clock, reader_limits)
+        self._holds = holds
+        limits = LeaseLimits(config.max_lease_s, config.max_renewals, config.max_reader_share)
+        self._leases = LeaseTable(blocks, clock, limits)
         self._offers: OrderedDict[TransferId, _Offer] = OrderedDict()
-        self._transfer_of_hold: dict[LeaseId, TransferId] = {}
         self._transfer_of_lease: dict[LeaseId, TransferId] = {}
         self._ends: OrderedDict[TransferId, OfferEvent] = OrderedDict()
         self._num_leases: Counter[str] = Counter()
@@ -83,8 +80,8 @@ class OfferPlanner:
 
     @property
     def num_blocks_leased(self) -> int:
-        """Blocks under a hold or a reader's lease; one under both counts twice."""
-        return self._holds.num_blocks_leased + self._leases.num_blocks_leased
+        """Blocks under a reader's lease."""
+        return self._leases.num_blocks_leased
 
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
@@ -96,14 +93,8 @@ class OfferPlanner:
                 param="kv_transfer_params.transfer_id",
                 code="transfer_id_in_use",
             )
-        effects: list[Effect] = []
-        cap = int(self._config.max_held_share * self._pool.num_blocks)
-        excess = self._holds.num_blocks_leased + len(blocks) - cap
-        if excess > 0:
-            effects += self.give_up_oldest(excess)[1]
-        hold = self._holds.grant("handoffs", blocks, self._config.handoff_lease_s)
-        self._offers[transfer_id] = _Offer(transfer_id, prompt, tuple(blocks), hold.lease_id)
-        self._transfer_of_hold[hold.lease_id] = transfer_id
+        effects = self._holds.take(transfer_id, blocks)
+        self._offers[transfer_id] = _Offer(transfer_id, prompt, tuple(blocks))
         return effects
 
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
@@ -151,7 +142,7 @@ class OfferPlanner:
         if offer is None or offer.state is not OfferState.HELD:
             return self._decline_missing(message.transfer_id)
         try:
-            return Renewed(self._holds.renew(offer.hold, message.duration_s))
+            return Renewed(self._holds.renew(offer.transfer_id, message.duration_s), True)
         except FerryError as error:
             return decline(DeclineReason.PRESSURE, str(error))
 
@@ -163,25 +154,25 @@ class OfferPlanner:
         return Released(), self._step(offer, _EVENT_OF_RELEASE[message.outcome], reader)
 
     def tick(self) -> list[Effect]:
-        """Act on the holds and leases whose time is over."""
+        """Act on the readers' leases whose time is over."""
         effects: list[Effect] = []
         for lease in self._leases.expire():
-            offer = self._offer_of(lease, self._transfer_of_lease)
+            offer = self._offer_of(lease)
             if offer is not None:
                 effects += self._step(offer, OfferEvent.READER_EXPIRED, lease.owner)
-        for lease in self._holds.expire():
-            offer = self._offer_of(lease, self._transfer_of_hold)
-            if offer is not None:
-                effects += self._step(offer, OfferEvent.EXPIRED)
         return effects
+
+    def expire(self, transfer_id: TransferId) -> list[Effect]:
+        """The hold of ``transfer_id`` is past its time."""
+        offer = self._offers.get(transfer_id)
+        return self._step(offer, OfferEvent.EXPIRED) if offer is not None else []
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
-        expiries = (self._holds.next_expiry_s(), self._leases.next_expiry_s())
-        return min((e for e in expiries if e is not None), default=None)
+        return self._leases.next_expiry_s()
 
-    def _offer_of(self, lease: Lease, owners: dict[LeaseId, TransferId]) -> _Offer | None:
-        transfer_id = owners.get(lease.lease_id)
+    def _offer_of(self, lease: Lease) -> _Offer | None:
+        transfer_id = self._transfer_of_lease.get(lease.lease_id)
         return self._offers.get(transfer_id) if transfer_id is not None else None
 
     def _decline_missing(self, transfer_id: TransferId) -> Declined:
@@ -203,8 +194,7 @@ class OfferPlanner:
                 case OfferAction.RELEASE_READER:
                     effects += self._release_reader(offer, reader)
                 case OfferAction.RELEASE_HOLD:
-                    self._holds.release(offer.hold)
-                    self._transfer_of_hold.pop(offer.hold, None)
+                    self._holds.release(offer.transfer_id)
                 case OfferAction.GRANT | OfferAction.EXTEND_HOLD:
                     pass  # the answers to these two carry data: ``acquire`` and ``renew`` do them
         if offer.state is OfferState.CLOSED and not offer.readers:

@@ -14,11 +14,21 @@ from typing import Protocol
 import zmq
 
 from kvferry.clock import Clock
-from kvferry.connector.effects import SendAcquire, SendRelease, SendRenew
-from kvferry.connector.events import AcquireAnswered, Event, PeerLost
+from kvferry.connector.effects import SendAcquire, SendRegister, SendRelease, SendRenew
+from kvferry.connector.events import (
+    AcquireAnswered,
+    Event,
+    Noticed,
+    PeerLost,
+    RegisterAnswered,
+    ReleaseAnswered,
+    RenewAnswered,
+)
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import FerryError, IncompatiblePeerError
+from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
+    NOTICE_SEQUENCE,
     Acquire,
     Declined,
     DeclineReason,
@@ -26,15 +36,20 @@ from kvferry.protocol.messages import (
     Granted,
     Hello,
     HelloReply,
+    Message,
+    Notice,
+    Register,
+    Registered,
     Release,
+    Released,
     Renew,
-    Reply,
+    Renewed,
     Request,
 )
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import Link
 
-Sendable = SendAcquire | SendRenew | SendRelease
+Sendable = SendAcquire | SendRegister | SendRenew | SendRelease
 
 
 class SessionState(enum.Enum):
@@ -51,8 +66,8 @@ class _Awaited:
 
     sent_s: float
     deadline_s: float
-    acquire: SendAcquire | None = None
-    is_hello: bool = False
+    effect: Sendable | None
+    """None: the handshake."""
 
 
 class RequestChannel(Protocol):
@@ -92,17 +107,19 @@ class Session:
     is_retired: bool = False
     """Its socket is closed; the link goes when no READ runs on it."""
     link_closed: bool = False
+    pushes: set[TransferId] = field(default_factory=set)
+    """Transfers for which the peer was told where to write."""
     _outbox: list[Sendable] = field(default_factory=list)
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits for an answer."""
-        return not self._awaited and not self._outbox
+        return not (self._awaited or self._outbox or self.pushes)
 
     def greet(self) -> None:
         """Send the handshake."""
-        self._send(self.hello, is_hello=True)
+        self._send(self.hello, None)
 
     def submit(self, message: Sendable) -> list[Event]:
         """Send ``message`` now, or after the handshake; a lost session answers at once."""
@@ -111,17 +128,21 @@ class Session:
             self._send(self._to_message(message), message)
         elif self.state is SessionState.GREETING:
             self._outbox.append(message)
-        elif isinstance(message, SendAcquire):
-            return [self._lost_event(message)]
+        elif not isinstance(message, SendRelease):
+            return [self._lost_event(message.transfer_id)]
         return []
 
     def receive(self) -> list[Event]:
         """Take in the replies that have arrived."""
         events: list[Event] = []
         for envelope in self.client.receive():
+            message = envelope.message
+            if envelope.sequence == NOTICE_SEQUENCE and isinstance(message, Notice):
+                events.append(Noticed(message.transfer_id, self.peer, message))
+                continue
             awaited = self._awaited.pop(envelope.sequence, None)
             if awaited is not None:
-                events += self._on_reply(awaited, envelope.message)
+                events += self._on_reply(awaited, message)
         return events
 
     def expire(self) -> list[Event]:
@@ -139,49 +160,54 @@ class Session:
         return min((awaited.deadline_s for awaited in self._awaited.values()), default=None)
 
     def lose(self, outcome: ReceiveOutcome, detail: str) -> list[Event]:
-        """End the session; every acquire that waits for it is told why."""
+        """End the session; every transfer that waits for the peer is told why."""
         if self.state is SessionState.LOST:
             return []
         self.state = SessionState.LOST
         self.lost_outcome, self.lost_detail = outcome, detail
         self.lost_at_s = self.clock.monotonic_s()
-        waiting = [a.acquire for a in self._awaited.values() if a.acquire is not None]
-        waiting += [m for m in self._outbox if isinstance(m, SendAcquire)]
+        effects = [a.effect for a in self._awaited.values()] + list(self._outbox)
+        waiting = {
+            effect.transfer_id: None
+            for effect in effects
+            if effect is not None and not isinstance(effect, SendRelease)
+        }
+        waiting.update(dict.fromkeys(self.pushes))
         self._awaited.clear()
         self._outbox.clear()
-        return [self._lost_event(acquire) for acquire in waiting]
+        return [self._lost_event(transfer_id) for transfer_id in waiting]
 
-    def _lost_event(self, acquire: SendAcquire) -> PeerLost:
-        return PeerLost(acquire.transfer_id, self.lost_outcome, self.lost_detail)
+    def _lost_event(self, transfer_id: TransferId) -> PeerLost:
+        return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
 
-    def _send(
-        self, message: Request, source: Sendable | None = None, *, is_hello: bool = False
-    ) -> None:
+    def _send(self, message: Request, effect: Sendable | None) -> None:
         sent_s = self.clock.monotonic_s()
         sequence = self.client.send(message)
-        acquire = source if isinstance(source, SendAcquire) else None
         if sequence is None:
             # The queue is full: the peer has read nothing for long. Its deadline says so.
             sequence = -1 - len(self._awaited)
-        if acquire is not None or is_hello:
-            self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, acquire, is_hello)
+        self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, effect)
+        if isinstance(effect, SendRegister):
+            self.link.note_peer_writes()
+            self.pushes.add(effect.transfer_id)
 
-    def _on_reply(self, awaited: _Awaited, reply: Reply | Request) -> list[Event]:
-        if awaited.is_hello:
+    def _on_reply(self, awaited: _Awaited, reply: Message) -> list[Event]:
+        effect = awaited.effect
+        if effect is None:
             return self._on_hello_reply(reply)
-        if awaited.acquire is None:
-            return []
         if isinstance(reply, Declined) and reply.reason is DeclineReason.UNKNOWN_PEER:
             # The holder has forgotten this reader (it was idle for long): a new session can try.
             detail = f"the holder does not know this reader (any more): {reply.detail}"
             self._awaited[-1] = awaited
             return self.lose(ReceiveOutcome.DECLINED, detail)
-        if isinstance(reply, Granted | Declined):
-            return [AcquireAnswered(awaited.acquire.transfer_id, awaited.sent_s, reply)]
-        detail = f"the peer answered an acquire with {type(reply).__name__}"
-        return [PeerLost(awaited.acquire.transfer_id, ReceiveOutcome.FAILED, detail)]
+        event = _answered(effect, awaited.sent_s, reply)
+        if event is None:
+            asked = type(effect).__name__.removeprefix("Send").lower()
+            detail = f"the peer answered {asked!r} with {type(reply).__name__}"
+            event = PeerLost(effect.transfer_id, ReceiveOutcome.FAILED, detail)
+        return [event]
 
-    def _on_hello_reply(self, reply: Reply | Request) -> list[Event]:
+    def _on_hello_reply(self, reply: Message) -> list[Event]:
         if isinstance(reply, Declined):
             incompatible = reply.reason is DeclineReason.INCOMPATIBLE
             outcome = ReceiveOutcome.INCOMPATIBLE if incompatible else ReceiveOutcome.DECLINED
@@ -220,6 +246,19 @@ class Session:
                     first_block=effect.first_block,
                     want_block_digests=self.want_block_digests,
                 )
+            case SendRegister():
+                return Register(
+                    instance_id=self.hello.instance_id,
+                    epoch=self.hello.epoch,
+                    holder_epoch=epoch,
+                    transfer_id=effect.transfer_id,
+                    generation=effect.generation,
+                    num_tokens=effect.num_tokens,
+                    digest=effect.digest,
+                    first_block=effect.first_block,
+                    blocks=effect.blocks,
+                    timeout_s=effect.timeout_s,
+                )
             case SendRenew():
                 return Renew(effect.transfer_id, epoch, effect.duration_s)
             case SendRelease():
@@ -230,6 +269,23 @@ class Session:
                     epoch,
                     effect.outcome,
                 )
+
+
+def _answered(effect: Sendable, sent_s: float, reply: Message) -> Event | None:
+    """Return the event for an answer of the right kind."""
+    transfer_id = effect.transfer_id
+    match effect, reply:
+        case SendAcquire(), Granted() | Declined():
+            return AcquireAnswered(transfer_id, sent_s, reply)
+        case SendRegister(), Registered() | Declined():
+            return RegisterAnswered(transfer_id, reply)
+        case SendRenew(), Renewed() | Declined():
+            return RenewAnswered(transfer_id, reply)
+        case SendRelease(), Released():
+            return ReleaseAnswered(transfer_id, reply.is_quiet)
+        case SendRelease(), Declined():
+            return ReleaseAnswered(transfer_id, is_quiet=False)
+    return None
 
 
 def require_same_memory(ours: Hello, theirs: Hello | HelloReply) -> None:

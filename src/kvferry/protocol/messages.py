@@ -1,7 +1,8 @@
 """Control messages between two instances: tagged, versioned, bounded.
 
 Requests go from a client socket to a peer's control socket and get exactly one reply with the same
-``sequence``. Durations cross the wire, never absolute times.
+``sequence``; a sender's notices come back the same way, with sequence 0. Durations cross the wire,
+never absolute times.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID_PATTERN,
@@ -60,6 +62,19 @@ class DeclineReason(enum.StrEnum):
     UNKNOWN_PEER = "unknown_peer"
     """No handshake with this sender yet in this epoch."""
     MALFORMED = "malformed"
+
+
+class FailureReason(enum.StrEnum):
+    """Why a sender gives a push up."""
+
+    ABORTED = "aborted"
+    """The prefill request ended before its prompt was computed."""
+    MISMATCH = "mismatch"
+    """The prompt's token count or digest differs."""
+    EXPIRED = "expired"
+    PRESSURE = "pressure"
+    TRANSPORT = "transport"
+    """A WRITE failed, or ran for too long."""
 
 
 class ReleaseOutcome(enum.StrEnum):
@@ -121,7 +136,8 @@ class Granted(_Message, frozen=True, tag="granted"):
 
 
 class Renew(_Message, frozen=True, tag="renew"):
-    """Heartbeat: keep holding a handoff that is not acquired yet, or a lease that is."""
+    """Heartbeat: keep holding a handoff that is not acquired yet. Of a push it also asks the sender
+    to repeat the notices that still matter."""
 
     transfer_id: _TransferId
     holder_epoch: _Epoch
@@ -132,6 +148,8 @@ class Renewed(_Message, frozen=True, tag="renewed"):
     """The hold now lasts at least ``duration_s`` from when this was sent."""
 
     duration_s: _Duration
+    is_admitted: bool = False
+    """Push: whether prefill has its blocks and computes, or has finished."""
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -146,6 +164,86 @@ class Release(_Message, frozen=True, tag="release"):
 
 class Released(_Message, frozen=True, tag="released"):
     """Acknowledges a release; sent also when there was nothing to release."""
+
+    is_quiet: bool = True
+    """Whether nothing that was posted for the transfer can touch the receiver's memory any more;
+    if not, a ``quiet`` notice follows."""
+
+
+class Register(_Message, frozen=True, tag="register"):
+    """Tell the sender which of the receiver's blocks to fill: ``blocks[k]`` gets the position
+    ``first_block + k``. May come before, during or after prefill. The highest ``generation`` is
+    obeyed: an earlier one's blocks are another's by now."""
+
+    instance_id: _InstanceId
+    epoch: _Epoch
+    holder_epoch: _Epoch
+    transfer_id: _TransferId
+    generation: _Count
+    num_tokens: _Count
+    digest: _Digest
+    first_block: _Count
+    blocks: Annotated[tuple[_Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_MESSAGE)]
+    timeout_s: _Duration
+    """How long the receiver will wait; an unknown transfer's registration is forgotten then."""
+
+
+class Registered(_Message, frozen=True, tag="registered"):
+    """Acknowledges a registration."""
+
+    generation: _Count
+
+
+class Admitted(_Message, frozen=True, tag="admitted"):
+    """Notice: prefill has its blocks and computes, so registering waits for nobody."""
+
+    transfer_id: _TransferId
+
+
+class Posting(_Message, frozen=True, tag="posting"):
+    """Notice: WRITEs are being posted; progress the link until ``written``, ``failed`` or
+    ``quiet``."""
+
+    transfer_id: _TransferId
+    generation: _Count
+
+
+class FirstTokenReady(_Message, frozen=True, tag="first_token_ready"):
+    """Notice: prefill is complete; the last WRITEs may still run."""
+
+    transfer_id: _TransferId
+    first_token: FirstToken
+    prefill_end_s: float | None = None
+    """The sender's monotonic clock, for measurements on one host; nothing is decided by it."""
+
+
+class Written(_Message, frozen=True, tag="written"):
+    """Notice: every WRITE of the generation is DONE. ``num_blocks`` positions from ``first_block``
+    on hold the KV of ``num_tokens`` tokens."""
+
+    transfer_id: _TransferId
+    generation: _Count
+    first_block: _Count
+    num_blocks: _Count
+    num_tokens: _Count
+    first_token: FirstToken
+    prefill_end_s: float | None = None
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """Notice: the sender gives the transfer up; ``detail`` is for people."""
+
+    transfer_id: _TransferId
+    reason: FailureReason
+    is_quiet: bool
+    detail: Annotated[str, Meta(max_length=MAX_DETAIL_CHARS)] = ""
+
+
+class Quiet(_Message, frozen=True, tag="quiet"):
+    """Notice: nothing of ``generation`` or an earlier one can touch the receiver's memory."""
+
+    transfer_id: _TransferId
+    generation: _Count
 
 
 class Declined(_Message, frozen=True, tag="declined"):
@@ -180,9 +278,13 @@ def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Decline
     return Declined(reason, detail[:MAX_DETAIL_CHARS], field[:MAX_FIELD_CHARS])
 
 
-Request = Hello | Acquire | Renew | Release | InstanceQuery
-Reply = HelloReply | Granted | Renewed | Released | Declined | InstanceInfo
-Message = Request | Reply
+NOTICE_SEQUENCE = 0
+"""The sequence number of notices, which answer nothing; requests count from 1."""
+
+Request = Hello | Acquire | Register | Renew | Release | InstanceQuery
+Reply = HelloReply | Granted | Registered | Renewed | Released | Declined | InstanceInfo
+Notice = Admitted | Posting | FirstTokenReady | Written | Failed | Quiet
+Message = Request | Reply | Notice
 
 
 class Envelope(msgspec.Struct, frozen=True):

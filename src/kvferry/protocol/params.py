@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import RequestError
+from kvferry.protocol.first_token import FirstToken as FirstToken
+from kvferry.protocol.first_token import TokenLogprob as TokenLogprob
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID_PATTERN,
@@ -38,6 +40,9 @@ class Mode(enum.StrEnum):
     """How the KV of a handoff moves."""
 
     PULL = "pull"
+    """Decode READs what prefill holds."""
+    PUSH = "push"
+    """Prefill WRITEs into blocks that decode registers, while it still computes."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,22 +52,6 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Annotated[Epoch, Meta(ge=0, le=2**62)]
     control_address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets."""
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A sampled token's log probability and its best alternatives, as (token id, logprob)."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The token that prefill sampled; decode answers it without a forward pass."""
-
-    token_id: Annotated[int, Meta(ge=0, lt=2**32)]
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    """Seed of the request's sampling, drawn by prefill where the client gave none."""
-    logprob: TokenLogprob | None = None
 
 
 class KvTransferParams(

@@ -5,11 +5,12 @@ A process speaks its own version and the one before it; anything else is refused
 | version | what changed |
 |---|---|
 | 1 | first version: hello, acquire, renew, release, instance |
+| 2 | push: register, and the sender's notices; `renewed.is_admitted`, `released.is_quiet` |
 """
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 OLDEST_SUPPORTED_VERSION = 1
 
 

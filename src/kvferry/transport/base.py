@@ -113,6 +113,10 @@ class Link(abc.ABC):
         """Whether, after ``disconnect``, it is proven that nothing which either side posted can
         still touch local memory (a stopped peer on this host may continue: not quiet)."""
 
+    def note_peer_writes(self) -> None:  # noqa: B027  # optional: a link may expect it always
+        """Note that from now on the peer is told of local blocks to write into, on a link that was
+        opened with ``peer_writes=False``."""
+
     def peer_said_done(self) -> None:  # noqa: B027  # optional: nothing to do is an answer
         """Note that the peer told us, out of band, that it has ended all it had posted."""
 

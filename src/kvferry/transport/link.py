@@ -157,6 +157,10 @@ class TrackedLink(Link):
             return True
         return self._watch.cannot_write_directly()
 
+    def note_peer_writes(self) -> None:
+        """Note that the peer is told of local blocks from now on."""
+        self._peer_writes = True
+
     def peer_said_done(self) -> None:
         """Note that the peer has ended all it had posted."""
         if self._watch is not None:

@@ -146,8 +146,12 @@ class NixlLink(TrackedLink):
             raise TransferFailedError(f"NIXL refused a {operation} to {self.peer_name}")
         return _OwnWork(self._agent, handle, state)
 
-    def _ask(self, local: Indices, remote: Indices) -> Work:
+    def note_peer_writes(self) -> None:
+        """Note that the peer is told of local blocks from now on."""
         self._peer_writes = self._peer_writes or may_write_directly(self._options)
+
+    def _ask(self, local: Indices, remote: Indices) -> Work:
+        self.note_peer_writes()
         self._num_asked += 1
         asked = AskedRead(self._num_asked, self._look_after_asked)
         self._asked[asked.number] = asked

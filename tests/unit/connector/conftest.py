@@ -15,6 +15,7 @@ from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, Transf
 from kvferry.protocol.messages import Acquire, Granted
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
+from tests.integration.exchange_pair import LAYOUT
 
 TRANSFER = TransferId("xfer-1")
 PROMPT = PromptIdentity(40, b"d" * 32)
@@ -61,7 +62,7 @@ class World:
 
 def make_world(num_blocks: int = 16, **changes: object) -> World:
     pool, clock = BlockPool(num_blocks), FakeClock(100.0)
-    return World(pool, clock, Planner(make_config(**changes), pool, clock))
+    return World(pool, clock, Planner(make_config(**changes), LAYOUT, pool, clock))
 
 
 @pytest.fixture

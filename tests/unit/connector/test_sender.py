@@ -79,9 +79,9 @@ def test_heartbeats_lengthen_a_hold_up_to_a_number(world: World) -> None:
     world = make_world(max_renewals=1)
     offer(world)
     world.clock.advance(20.0)
-    assert world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0)) == Renewed(30.0)
+    assert world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0))[0] == Renewed(30.0, True)
     world.clock.advance(20.0)
-    refused = world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0))
+    refused = world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0))[0]
     assert isinstance(refused, Declined)
     world.clock.advance(10.0)
     world.planner.tick()

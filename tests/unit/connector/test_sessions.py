@@ -208,7 +208,7 @@ def test_unasked_and_wrong_replies_do_no_harm(setup: Setup) -> None:
     setup.session.submit(ACQUIRE)
     setup.channel.reply(3, Released())
     assert setup.session.receive() == lost(
-        ReceiveOutcome.FAILED, "the peer answered an acquire with Released"
+        ReceiveOutcome.FAILED, "the peer answered 'acquire' with Released"
     )
 
 

@@ -1,0 +1,73 @@
+"""Registrations that came before their prefill: bounded in number, size and time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvferry.clock import Clock
+from kvferry.connector.config import ExchangeConfig
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.messages import Declined, DeclineReason, Register, Registered, decline
+
+MAX_EARLY_BLOCKS = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyRegistration:
+    """One registration and when it is forgotten (monotonic seconds)."""
+
+    reader: str
+    message: Register
+    ends_s: float
+
+
+class EarlyRegistrations:
+    """Kept in order of arrival; each lasts as long as its receiver waits."""
+
+    def __init__(self, config: ExchangeConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._kept: OrderedDict[TransferId, EarlyRegistration] = OrderedDict()
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._kept)
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether one is kept for ``transfer_id``."""
+        return transfer_id in self._kept
+
+    def put(self, reader: str, message: Register) -> Registered | Declined:
+        """Keep a registration, or decline it where there is no room; the latest generation wins."""
+        kept = self._kept.get(message.transfer_id)
+        if kept is not None and kept.message.generation >= message.generation:
+            return Registered(kept.message.generation)
+        self.pop(message.transfer_id)
+        full = len(self._kept) >= self._config.max_early_registrations
+        if full or self._num_blocks + len(message.blocks) > MAX_EARLY_BLOCKS:
+            detail = f"{len(self._kept)} registrations wait for their prefill already"
+            return decline(DeclineReason.PRESSURE, detail)
+        lasts_s = min(message.timeout_s, self._config.prefill_timeout_s)
+        ends_s = self._clock.monotonic_s() + lasts_s
+        self._kept[message.transfer_id] = EarlyRegistration(reader, message, ends_s)
+        self._num_blocks += len(message.blocks)
+        return Registered(message.generation)
+
+    def pop(self, transfer_id: TransferId) -> EarlyRegistration | None:
+        """Take one out, if there is one."""
+        early = self._kept.pop(transfer_id, None)
+        if early is not None:
+            self._num_blocks -= len(early.message.blocks)
+        return early
+
+    def expire(self) -> None:
+        """Forget those whose receiver waits no more."""
+        now_s = self._clock.monotonic_s()
+        for transfer_id in [t for t, e in self._kept.items() if e.ends_s <= now_s]:
+            self.pop(transfer_id)
+
+    def next_expiry_s(self) -> float | None:
+        """Return when the next one is forgotten, or None."""
+        return min((e.ends_s for e in self._kept.values()), default=None)

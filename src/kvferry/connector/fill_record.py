@@ -1,0 +1,37 @@
+"""One push as its receiver keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
+from kvferry.connector.push import PUSH_RECEIVER, FillState
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.messages import ReleaseOutcome
+from kvferry.protocol.params import PeerAddress
+
+
+@dataclass(slots=True)
+class Fill:
+    """One push that is being received."""
+
+    transfer_id: TransferId
+    peer: PeerAddress
+    prompt: PromptIdentity
+    started_s: float
+    deadline_s: float
+    next_beat_s: float
+    state: FillState = PUSH_RECEIVER.initial
+    generation: int = -1
+    first_block: int = 0
+    blocks: tuple[BlockNumber, ...] = ()
+    quarantined: set[int] = field(default_factory=set)
+    """Generations whose blocks a posted WRITE may still touch."""
+    is_known: bool = False
+    """The sender has answered for this transfer before: if it no longer does, it is gone."""
+    is_admitted: bool = False
+    end: PrefillEnd | None = None
+    outcome: ReceiveOutcome = ReceiveOutcome.FAILED
+    detail: str = ""
+    num_bytes: int = 0
+    release_outcome: ReleaseOutcome = ReleaseOutcome.FAILED

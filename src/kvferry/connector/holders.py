@@ -1,0 +1,197 @@
+"""The peers that this instance talks to: their sessions, their links, and the ends of both.
+
+Bounded in number; a lost peer rests before it is tried again. Runs on the mover's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from kvferry.connector.control import ControlClient, ControlContext
+from kvferry.connector.effects import SendRelease
+from kvferry.connector.events import Event, PeerLost, PeerQuiet
+from kvferry.connector.parts import MoverParts
+from kvferry.connector.ports import ReceiveOutcome
+from kvferry.connector.reads import Reads
+from kvferry.connector.sessions import Sendable, Session, SessionState
+from kvferry.errors import FerryError
+from kvferry.observe.log import get_logger
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.messages import Hello
+from kvferry.protocol.params import PeerAddress
+from kvferry.transport.base import Link
+
+LOST_SESSION_REST_S = 1.0
+"""A lost peer is not tried again for so long; requests for it are told at once."""
+
+_logger = get_logger(__name__)
+
+HandleEvents = Callable[[Sequence[Event]], None]
+CountMalformed = Callable[[str], None]
+
+
+class Holders:
+    """Sessions with holders and senders, by address. ``handle`` takes what they report."""
+
+    def __init__(  # noqa: PLR0913 - what the mover shares with it, by name
+        self,
+        *,
+        parts: MoverParts,
+        context: ControlContext,
+        poller: zmq.Poller,
+        reads: Reads,
+        handle: HandleEvents,
+        count_malformed: CountMalformed,
+    ) -> None:
+        self._parts = parts
+        self._context = context
+        self._poller = poller
+        self._reads = reads
+        self._handle = handle
+        self._count_malformed = count_malformed
+        self._sessions: dict[PeerAddress, Session] = {}
+        self._progressing: dict[TransferId, PeerAddress] = {}
+        self._unquiet: list[tuple[Link, frozenset[TransferId]]] = []
+        """Links that are down, and the pushes that may still land on them."""
+
+    @property
+    def is_progressing(self) -> bool:
+        """Whether some peer may write here right now."""
+        return bool(self._progressing)
+
+    @property
+    def has_unquiet(self) -> bool:
+        """Whether a link is down on which something may still land; only time will tell."""
+        return bool(self._unquiet)
+
+    def next_deadline_s(self) -> float | None:
+        """Return when a session's peer owes its answer at the latest, or None."""
+        deadlines = (session.next_deadline_s() for session in self._sessions.values())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def contact(self, peer: PeerAddress) -> None:
+        """Shake hands with ``peer``, unless that was done."""
+        self._session(peer)
+
+    def send(self, effect: Sendable) -> None:
+        """Send to the effect's peer, when the handshake is done."""
+        try:
+            self._handle(self._session(effect.peer).submit(effect))
+        except FerryError as error:
+            if isinstance(effect, SendRelease):
+                raise
+            detail = str(error)
+            self._handle([PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, detail)])
+
+    def link(self, peer: PeerAddress) -> Link | None:
+        """Return the link to ``peer``, if there is one."""
+        session = self._sessions.get(peer)
+        return session.link if session is not None else None
+
+    def start_progress(self, peer: PeerAddress, transfer_id: TransferId) -> None:
+        """``peer`` may write for ``transfer_id`` from now on."""
+        self._progressing[transfer_id] = peer
+
+    def stop_progress(self, peer: PeerAddress, transfer_id: TransferId) -> None:
+        """Nothing of ``transfer_id`` can land any more."""
+        self._progressing.pop(transfer_id, None)
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.pushes.discard(transfer_id)
+
+    def progress(self) -> None:
+        """Serve what senders have posted."""
+        for peer in set(self._progressing.values()):
+            session = self._sessions.get(peer)
+            if session is not None and session.state is SessionState.READY:
+                session.link.progress()
+
+    def hear(self) -> None:
+        """Take in replies and notices; give up on peers that owe one for too long."""
+        for session in list(self._sessions.values()):
+            if not session.is_retired:
+                self._handle(session.receive())
+                self._handle(session.expire())
+            if session.state is SessionState.LOST:
+                self._retire(session)
+
+    def tell_quiet(self) -> None:
+        """Report the pushes of links that are down and have become quiet."""
+        unquiet, self._unquiet = self._unquiet, []
+        for link, transfer_ids in unquiet:
+            if link.is_quiet():
+                self._handle([PeerQuiet(transfer_id) for transfer_id in sorted(transfer_ids)])
+            else:
+                self._unquiet.append((link, transfer_ids))
+
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Tear the link to ``peer`` down; all that waits for it is told."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return
+        self._handle(session.lose(ReceiveOutcome.SLOW, "a transfer did not end in time"))
+        if not session.link_closed:
+            self._note_link_closed(session)
+            self._handle(self._reads.end_link(session.link))
+        self._retire(session)
+
+    def close(self) -> None:
+        """End every session."""
+        for session in self._sessions.values():
+            self._handle(self._reads.end_link(session.link))
+            if not session.is_retired:
+                session.client.close()
+
+    def _session(self, peer: PeerAddress) -> Session:
+        session = self._sessions.get(peer)
+        if session is not None:
+            rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
+            lost = session.state is SessionState.LOST
+            if not lost or rested_s < LOST_SESSION_REST_S or not session.link_closed:
+                return session
+            del self._sessions[peer]
+        self._make_room(peer)
+        return self._open_session(peer)
+
+    def _make_room(self, peer: PeerAddress) -> None:
+        """Let go of earlier epochs of ``peer``, and of the session that was idle longest."""
+        for other, session in list(self._sessions.items()):
+            if other.instance_id == peer.instance_id:
+                self._handle(session.lose(ReceiveOutcome.GONE, "it has restarted since"))
+            if session.link_closed:
+                del self._sessions[other]
+        live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
+        idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
+        if len(live) >= self._parts.config.max_peers and idle:
+            oldest = min(idle, key=lambda s: s.last_used_s)
+            self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
+
+    def _open_session(self, peer: PeerAddress) -> Session:
+        parts, own = self._parts, self._parts.hello
+        client = ControlClient(self._context, peer.control_address, self._count_malformed)
+        link = parts.transport.open_link(peer.instance_id, peer_writes=False)
+        hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
+        timeout_s, verifies = parts.config.control_timeout_s, parts.digester is not None
+        session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
+        self._sessions[peer] = session
+        self._poller.register(client.socket, zmq.POLLIN)
+        session.greet()
+        return session
+
+    def _retire(self, session: Session) -> None:
+        """Close a lost session's socket at once, its link as soon as no READ runs on it."""
+        if not session.is_retired:
+            session.is_retired = True
+            _logger.warning("lost %s: %s", session.peer.instance_id, session.lost_detail)
+            self._poller.unregister(session.client.socket)
+            session.client.close()
+        if not session.link_closed and not self._reads.uses(session.link):
+            self._note_link_closed(session)
+            session.link.disconnect()
+
+    def _note_link_closed(self, session: Session) -> None:
+        session.link_closed = True
+        if session.pushes:
+            self._unquiet.append((session.link, frozenset(session.pushes)))

@@ -1,0 +1,389 @@
+"""The receiver's half of push: which blocks are registered, what has come, what is in quarantine.
+
+Decides by ``push.PUSH_RECEIVER``; moves nothing itself. Not locked: ``Planner`` is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvferry.blocks.quarantine import Quarantine
+from kvferry.clock import Clock
+from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.effects import (
+    ContactPeer,
+    DisconnectPeer,
+    Effect,
+    NotifyEngine,
+    SendRegister,
+    SendRelease,
+    SendRenew,
+    StartProgress,
+    StopProgress,
+)
+from kvferry.connector.events import (
+    Noticed,
+    PeerLost,
+    PeerQuiet,
+    RegisterAnswered,
+    ReleaseAnswered,
+    RenewAnswered,
+)
+from kvferry.connector.fill_record import Fill
+from kvferry.connector.outcomes import OUTCOME_OF_DECLINE, OUTCOME_OF_FAILURE
+from kvferry.connector.ports import (
+    BlockPort,
+    FirstTokenArrival,
+    PrefillEnd,
+    PromptIdentity,
+    ReceiveOutcome,
+    ReceiveResult,
+)
+from kvferry.connector.push import PUSH_RECEIVER, FillAction, FillEvent, FillState
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.messages import (
+    Admitted,
+    Declined,
+    Failed,
+    FirstTokenReady,
+    Notice,
+    Posting,
+    Quiet,
+    ReleaseOutcome,
+    Written,
+)
+from kvferry.protocol.params import PeerAddress
+
+PushEvent = RegisterAnswered | RenewAnswered | ReleaseAnswered | Noticed | PeerQuiet | PeerLost
+
+_RELEASE_OUTCOME = {
+    FillEvent.WRITTEN: ReleaseOutcome.READ,
+    FillEvent.NOT_NEEDED: ReleaseOutcome.NOT_NEEDED,
+    FillEvent.CANCELLED: ReleaseOutcome.CANCELLED,
+}
+
+
+class PushReceiver:
+    """All pushes that this instance receives."""
+
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        blocks: BlockPort,
+        quarantine: Quarantine,
+        clock: Clock,
+        block_bytes: int,
+    ) -> None:
+        self._config = config
+        self._pool = blocks
+        self._quarantine = quarantine
+        self._clock = clock
+        self._block_bytes = block_bytes
+        self._max_registered = int(config.max_registered_share * blocks.num_blocks)
+        self._fills: dict[TransferId, Fill] = {}
+        self._results: list[ReceiveResult] = []
+        self._first_tokens: list[FirstTokenArrival] = []
+        self.outcomes: Counter[str] = Counter()
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether ``transfer_id`` is being received, or in quarantine."""
+        return transfer_id in self._fills
+
+    @property
+    def num_receives(self) -> int:
+        """Pushes that are not closed, quarantined ones included."""
+        return len(self._fills)
+
+    # -- the engine's calls -------------------------------------------------------------------
+    def begin(
+        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+    ) -> list[Effect]:
+        """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
+        now_s = self._clock.monotonic_s()
+        self._fills[transfer_id] = Fill(
+            transfer_id,
+            peer,
+            prompt,
+            started_s=now_s,
+            deadline_s=now_s + self._config.prefill_timeout_s,
+            next_beat_s=now_s + self._config.push_heartbeat_s,
+        )
+        # The first beat at once: it tells the sender where to send its notices.
+        beat = SendRenew(peer, transfer_id, self._config.handoff_lease_s)
+        return [ContactPeer(peer), beat]
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        """See ``ConnectorPort.may_receive``."""
+        fill = self._fills.get(transfer_id)
+        if fill is None or fill.is_admitted:
+            return True
+        waiting = sum(
+            len(f.blocks)
+            for f in self._fills.values()
+            if f.state is FillState.FILLING and not f.is_admitted
+        )
+        return waiting + num_blocks <= self._max_registered
+
+    def receive(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
+    ) -> list[Effect]:
+        """See ``ConnectorPort.receive``."""
+        fill = self._fills.get(transfer_id)
+        if fill is None or fill.state is not FillState.ANNOUNCED:
+            raise LocalProtocolError(f"receive of {transfer_id} was not begun, or is under way")
+        if self._quarantine.num_blocks and self._quarantine.is_full:
+            fill.outcome = ReceiveOutcome.DECLINED
+            fill.detail = "too many blocks are in quarantine to start another transfer"
+            return self._step(fill, FillEvent.DEADLINE)
+        fill.blocks = tuple(blocks)
+        fill.first_block = first_block
+        fill.generation += 1
+        return self._step(fill, FillEvent.BLOCKS_GIVEN)
+
+    def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
+        """See ``ConnectorPort.give_back``; also returns what is to be done."""
+        fill = self._fills.get(transfer_id)
+        if fill is None or fill.state is not FillState.FILLING:
+            return False, []
+        return True, self._step(fill, FillEvent.GIVEN_BACK)
+
+    def end(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
+        """See ``ConnectorPort.end_receive``."""
+        self._results = [r for r in self._results if r.transfer_id != transfer_id]
+        self._first_tokens = [t for t in self._first_tokens if t.transfer_id != transfer_id]
+        fill = self._fills.get(transfer_id)
+        if fill is None:
+            return []
+        return self._step(fill, FillEvent.CANCELLED if needed else FillEvent.NOT_NEEDED)
+
+    def take_results(self) -> list[ReceiveResult]:
+        """See ``ConnectorPort.take_results``."""
+        results, self._results = self._results, []
+        return results
+
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        """See ``ConnectorPort.take_first_tokens``."""
+        tokens, self._first_tokens = self._first_tokens, []
+        return tokens
+
+    # -- the mover's events -------------------------------------------------------------------
+    def handle(self, event: PushEvent) -> list[Effect]:
+        """Take in what the mover reports about a transfer of ``self``."""
+        fill = self._fills.get(event.transfer_id)
+        if fill is None:
+            return []
+        match event:
+            case RegisterAnswered(reply=Declined() as declined):
+                fill.outcome = OUTCOME_OF_DECLINE[declined.reason]
+                fill.detail = declined.detail
+                return self._step(fill, FillEvent.DECLINED)
+            case RegisterAnswered():
+                fill.is_known = True
+                return []
+            case RenewAnswered():
+                return self._on_beat_answered(fill, event)
+            case ReleaseAnswered():
+                return self._on_quiet(fill, fill.generation) if event.is_quiet else []
+            case PeerQuiet():
+                return self._on_quiet(fill, fill.generation)
+            case PeerLost():
+                fill.outcome, fill.detail = event.outcome, event.detail
+                return self._step(fill, FillEvent.PEER_LOST)
+            case Noticed():
+                return self._on_notice(fill, event) if event.peer == fill.peer else []
+
+    def tick(self) -> list[Effect]:
+        """Act on the deadlines that have passed."""
+        now_s = self._clock.monotonic_s()
+        effects: list[Effect] = []
+        for fill in list(self._fills.values()):
+            if now_s >= fill.deadline_s:
+                effects += self._on_deadline(fill, now_s)
+            elif fill.state is not FillState.QUARANTINED and now_s >= fill.next_beat_s:
+                fill.next_beat_s = now_s + self._config.push_heartbeat_s
+                lease_s = self._config.handoff_lease_s
+                effects.append(SendRenew(fill.peer, fill.transfer_id, lease_s))
+        return effects
+
+    def next_deadline_s(self) -> float | None:
+        """Return when ``tick`` has something to do, or None."""
+        due = [
+            f.deadline_s if f.state is FillState.QUARANTINED else min(f.deadline_s, f.next_beat_s)
+            for f in self._fills.values()
+        ]
+        return min(due, default=None)
+
+    # -- decisions ----------------------------------------------------------------------------
+    def _on_beat_answered(self, fill: Fill, event: RenewAnswered) -> list[Effect]:
+        if isinstance(event.reply, Declined):
+            if not fill.is_known:
+                return []  # the prefill leg may be on its way; the deadline bounds the wait
+            fill.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
+            fill.detail = event.reply.detail
+            return self._step(fill, FillEvent.PEER_LOST)
+        fill.is_known = True
+        return self._admit(fill) if event.reply.is_admitted else []
+
+    def _admit(self, fill: Fill) -> list[Effect]:
+        if fill.is_admitted:
+            return []
+        fill.is_admitted = True
+        return [NotifyEngine()]
+
+    def _on_notice(self, fill: Fill, event: Noticed) -> list[Effect]:
+        fill.is_known = True
+        notice: Notice = event.notice
+        match notice:
+            case Admitted():
+                return self._admit(fill)
+            case Posting():
+                if notice.generation == fill.generation:
+                    return self._step(fill, FillEvent.POSTING)
+            case FirstTokenReady():
+                return self._on_first_token(
+                    fill, PrefillEnd(notice.first_token, notice.prefill_end_s)
+                )
+            case Written():
+                return self._on_written(fill, notice)
+            case Failed():
+                return self._on_failed(fill, notice)
+            case Quiet():
+                return self._on_quiet(fill, notice.generation)
+        return []
+
+    def _on_first_token(self, fill: Fill, end: PrefillEnd) -> list[Effect]:
+        if fill.end is not None:
+            return []
+        fill.end = end
+        fill.is_admitted = True
+        fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
+        return self._step(fill, FillEvent.FIRST_TOKEN)
+
+    def _on_written(self, fill: Fill, notice: Written) -> list[Effect]:
+        if notice.generation != fill.generation:
+            return []
+        effects = self._on_first_token(fill, PrefillEnd(notice.first_token, notice.prefill_end_s))
+        if fill.state is FillState.QUARANTINED:
+            return effects + self._on_quiet(fill, notice.generation)
+        expected = (fill.first_block, len(fill.blocks), fill.prompt.num_tokens)
+        if (notice.first_block, notice.num_blocks, notice.num_tokens) != expected:
+            fill.detail = "the sender wrote other positions than were registered"
+            return effects + self._step(fill, FillEvent.FAILED)
+        fill.outcome = ReceiveOutcome.RECEIVED
+        fill.num_bytes = len(fill.blocks) * self._block_bytes
+        # The highest generation is written, and the sender lets no older one outlive it.
+        self._leave(fill, notice.generation)
+        return effects + self._step(fill, FillEvent.WRITTEN)
+
+    def _on_failed(self, fill: Fill, notice: Failed) -> list[Effect]:
+        if fill.state is FillState.QUARANTINED:
+            return self._on_quiet(fill, fill.generation) if notice.is_quiet else []
+        if notice.is_quiet:
+            self._leave(fill, fill.generation)
+        fill.outcome = OUTCOME_OF_FAILURE[notice.reason]
+        fill.detail = notice.detail or f"the sender gave up: {notice.reason}"
+        return self._step(fill, FillEvent.FAILED_QUIET if notice.is_quiet else FillEvent.FAILED)
+
+    def _on_quiet(self, fill: Fill, generation: int) -> list[Effect]:
+        self._leave(fill, generation)
+        if fill.state is FillState.QUARANTINED and not fill.quarantined:
+            return self._step(fill, FillEvent.QUIET)
+        return []
+
+    def _leave(self, fill: Fill, generation: int) -> None:
+        """Take the blocks of ``generation`` and older ones out of quarantine."""
+        current = -1 if fill.state is FillState.QUARANTINED else fill.generation
+        for quiet in [g for g in fill.quarantined if g <= generation and g != current]:
+            self._quarantine.leave((fill.transfer_id, quiet))
+            fill.quarantined.discard(quiet)
+
+    def _on_deadline(self, fill: Fill, now_s: float) -> list[Effect]:
+        if fill.state is FillState.QUARANTINED:
+            fill.deadline_s = now_s + self._config.quarantine_grace_s
+            return self._step(fill, FillEvent.GRACE_OVER)
+        fill.outcome = ReceiveOutcome.SLOW
+        fill.detail = "prefill did not complete, or its blocks did not come, in time"
+        return self._step(fill, FillEvent.DEADLINE)
+
+    def _step(self, fill: Fill, event: FillEvent) -> list[Effect]:
+        rule = PUSH_RECEIVER.step(fill.state, event)
+        was, fill.state = fill.state, rule.next_state
+        fill.release_outcome = _RELEASE_OUTCOME.get(event, fill.release_outcome)
+        effects: list[Effect] = []
+        for action in rule.actions:
+            effects += self._act(fill, action)
+        if fill.state is FillState.CLOSED and fill.quarantined:
+            # An earlier generation is not quiet yet: the request's end is not this record's.
+            fill.state = FillState.QUARANTINED
+        if fill.state is FillState.QUARANTINED and was is not FillState.QUARANTINED:
+            fill.deadline_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
+        if fill.state is FillState.CLOSED:
+            self._fills.pop(fill.transfer_id, None)
+        return effects
+
+    def _act(self, fill: Fill, action: FillAction) -> list[Effect]:  # noqa: C901 - one per action
+        match action:
+            case FillAction.HOLD_BLOCKS:
+                self._pool.hold(fill.blocks)
+            case FillAction.DROP_BLOCKS:
+                self._pool.drop(fill.blocks)
+                fill.blocks = ()
+            case FillAction.QUARANTINE_BLOCKS:
+                self._enter_quarantine(fill)
+            case FillAction.LEAVE_QUARANTINE:
+                self._leave(fill, fill.generation)
+            case FillAction.SEND_REGISTER:
+                return [self._register(fill)]
+            case FillAction.START_PROGRESS:
+                return [StartProgress(fill.peer, fill.transfer_id)]
+            case FillAction.STOP_PROGRESS:
+                return [StopProgress(fill.peer, fill.transfer_id)]
+            case FillAction.SEND_RELEASE:
+                return [SendRelease(fill.peer, fill.transfer_id, fill.release_outcome)]
+            case FillAction.REPORT:
+                return self._report(fill)
+            case FillAction.REPORT_FIRST_TOKEN if fill.end is not None:
+                self._first_tokens.append(FirstTokenArrival(fill.transfer_id, fill.end))
+                return [NotifyEngine()]
+            case FillAction.DISCONNECT_PEER:
+                return [DisconnectPeer(fill.peer)]
+            case _:  # pragma: no cover - a first token is reported only where there is one
+                pass
+        return []
+
+    def _enter_quarantine(self, fill: Fill) -> None:
+        # The quarantine takes its own reference before the fill's is dropped.
+        key = (fill.transfer_id, fill.generation)
+        self._quarantine.enter(key, fill.peer.instance_id, fill.blocks)
+        self._pool.drop(fill.blocks)
+        fill.quarantined.add(fill.generation)
+        fill.blocks = ()
+
+    def _register(self, fill: Fill) -> SendRegister:
+        return SendRegister(
+            fill.peer,
+            fill.transfer_id,
+            fill.generation,
+            fill.prompt.num_tokens,
+            fill.prompt.digest,
+            fill.first_block,
+            fill.blocks,
+            max(0.0, fill.deadline_s - self._clock.monotonic_s()),
+        )
+
+    def _report(self, fill: Fill) -> list[Effect]:
+        received = fill.outcome is ReceiveOutcome.RECEIVED
+        self.outcomes[fill.outcome] += 1
+        self._results.append(
+            ReceiveResult(
+                fill.transfer_id,
+                fill.outcome,
+                fill.detail,
+                num_bytes=fill.num_bytes if received else 0,
+                started_s=fill.started_s,
+                finished_s=self._clock.monotonic_s(),
+            )
+        )
+        return [NotifyEngine()]
