@@ -14,15 +14,16 @@ from typing import Protocol
 
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import Clock
-from kvferry.connector.ports import ConnectorPort, ReceiveOutcome, ReceiveResult
+from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveOutcome, ReceiveResult
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.handoff import HandoffSender
 from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.engine.receiving import Receives
 from kvferry.engine.request import FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.sampler import SamplingPoint, Scores, sample_token, token_logprob
 from kvferry.engine.scheduler import Chunk, Scheduler, StepPlan
 from kvferry.errors import FerryError
-from kvferry.protocol.ids import RequestId, TransferId
+from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -62,23 +63,24 @@ class EngineCounters:
 class EngineCore:
     """Requests in service and the step that advances them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the engine passes every part
         self,
         config: EngineConfig,
         pool: BlockPool,
         forward: Forward,
+        vocabulary_size: int,
         *,
         connector: ConnectorPort | None,
         clock: Clock,
     ) -> None:
         self._forward = forward
-        self._connector = connector
+        self._vocabulary_size = vocabulary_size
         self._clock = clock
         make_room = connector.give_up_oldest if connector is not None else lambda num_blocks: 0
-        self.scheduler = Scheduler(pool, config, make_room)
+        self._receives = Receives(connector)
         self._sender = HandoffSender(connector)
+        self.scheduler = Scheduler(pool, config, make_room, self._receives)
         self._by_request: dict[RequestId, LiveRequest] = {}
-        self._by_transfer: dict[TransferId, LiveRequest] = {}
         self.counters = EngineCounters()
         self.on_finished: Callable[[RequestId], None] = lambda request_id: None
         """Told of every request that has ended, before its last output."""
@@ -86,6 +88,7 @@ class EngineCore:
     def add(self, request: LiveRequest) -> None:
         """Take a validated request into service."""
         self._by_request[request.request.request_id] = request
+        self._receives.add(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> None:
@@ -110,10 +113,11 @@ class EngineCore:
 
     def step(self) -> StepOutcome:
         """Take in what was received, plan, compute, publish, answer."""
-        self._take_results()
+        self._take_arrivals()
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
-        self._tell_connector(plan)
+        self._receives.follow(plan)
+        self._begin_sends(plan)
         if not plan.chunks:
             return StepOutcome.SHORT_OF_BLOCKS if plan.is_short_of_blocks else StepOutcome.IDLE
         try:
@@ -125,38 +129,49 @@ class EngineCore:
         self.counters.num_steps += 1
         self.counters.num_computed_tokens += sum(chunk.count for chunk in plan.chunks)
         self.scheduler.note_step_done(plan.chunks)
+        self._sender.advance(plan.chunks)
+        self._send_progress(chunk.request for chunk in plan.chunks)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         for request, scores in zip(sampling, logits, strict=True):
-            self._answer(request, scores, ended_s)
+            if request.phase is Phase.RUNNING:  # its client's callback may have failed just now
+                self._answer(request, scores, ended_s)
         return StepOutcome.WORKED
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def _tell_connector(self, plan: StepPlan) -> None:
-        if self._connector is None:
-            return
-        for start in plan.receives:
-            transfer = _transfer(start.request, Role.DECODE)
-            self._by_transfer[transfer.transfer_id] = start.request
-            self._connector.receive(transfer.transfer_id, start.blocks, start.first_block)
-        for request in plan.not_needed:
-            transfer_id = _transfer(request, Role.DECODE).transfer_id
-            self._connector.end_receive(transfer_id, needed=False)
+    def _take_arrivals(self) -> None:
+        """Take in what peers have sent, and what they no longer want."""
+        tokens, results = self._receives.take()
+        for request, end in tokens:
+            self._note_first_token(request, end)
+        for request, result in results:
+            self._note_result(request, result)
+        for request in self._sender.take_stopped():
+            self._finish(request, FinishReason.NOT_NEEDED)
 
-    def _take_results(self) -> None:
-        if self._connector is None:
+    def _note_first_token(self, request: LiveRequest, end: PrefillEnd) -> None:
+        """The peer's token is the request's from now on, whatever becomes of the KV."""
+        if request.num_output_tokens > 0:
+            return  # handed over at arrival
+        token_id = end.first_token.token_id
+        if token_id >= self._vocabulary_size:
+            self._receives.end(request)
+            request.receive_outcome = ReceiveOutcome.MISMATCH.value
+            self._note_failure(request, f"its first token {token_id} is not in the vocabulary")
             return
-        for result in self._connector.take_results():
-            request = self._by_transfer.pop(result.transfer_id, None)
-            if request is not None and request.phase is Phase.RECEIVING:
-                self._note_result(request, result)
+        request.seed = end.first_token.seed
+        request.prefill_end_s = end.ended_s
+        request.first_token_s = self._clock.monotonic_s()
+        request.token_ids.append(token_id)
+        self._send_token(request, end.first_token.logprob)
 
     def _note_result(self, request: LiveRequest, result: ReceiveResult) -> None:
+        if request.phase not in (Phase.WAITING, Phase.RECEIVING):
+            return
         request.receive_outcome = result.outcome.value
         request.transport = result.transport
         if result.outcome is not ReceiveOutcome.RECEIVED:
-            logger.info("receive %s: %s %s", result.transfer_id, result.outcome, result.detail)
-            self.scheduler.note_receive_failed(request)
+            self._note_failure(request, result.detail)
             return
         request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
         request.num_received_bytes = result.num_bytes
@@ -164,6 +179,39 @@ class EngineCore:
         # Without a handed-over token, the last prompt token is computed again for its logits.
         num_usable = min(request.num_prompt_tokens, len(request.token_ids) - 1)
         self.scheduler.note_received(request, num_usable)
+
+    def _note_failure(self, request: LiveRequest, detail: str) -> None:
+        request_id, outcome = request.request.request_id, request.receive_outcome
+        logger.info("receive of request %s: %s %s", request_id, outcome, detail)
+        if not request.must_not_recompute:
+            self.scheduler.note_receive_failed(request)
+            return
+        message = f"the KV did not come ({outcome}: {detail or 'no detail'}); try it again"
+        self._finish(request, FinishReason.ERROR, error=message)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def _begin_sends(self, plan: StepPlan) -> None:
+        """Let receivers of a push know of the prefills that have been admitted."""
+        for request in [chunk.request for chunk in plan.chunks]:
+            try:
+                self._sender.begin(request)
+            except FerryError as error:
+                self._finish(request, FinishReason.ERROR, error=str(error))
+            if request.num_computed_prompt_tokens == 0:
+                self._send_progress([request])
+        plan.chunks = [c for c in plan.chunks if c.request.phase is Phase.RUNNING]
+
+    def _send_progress(self, requests: Iterable[LiveRequest]) -> None:
+        for request in requests:
+            if request.request.wants_progress and request.phase is Phase.RUNNING:
+                self._send(
+                    request,
+                    TokenOutput(
+                        request_id=request.request.request_id,
+                        num_computed_tokens=request.num_computed,
+                    ),
+                )
 
     # -- answering ----------------------------------------------------------------------------
 
@@ -175,28 +223,30 @@ class EngineCore:
             request.first_token_s = self._clock.monotonic_s()
         request.token_ids.append(token_id)
         self.counters.num_generated_tokens += 1
-        reason = finish_reason(request)
         transfer = request.transfer_as(Role.PREFILL)
         if transfer is not None:
             self._answer_prefill(request, transfer, logprob)
-        elif reason is not None:
-            self._finish(request, reason, token_id=token_id, logprob=logprob)
         else:
-            self._send(
-                request,
-                TokenOutput(
-                    request_id=request.request.request_id, token_id=token_id, logprob=logprob
-                ),
-            )
+            self._send_token(request, logprob)
+
+    def _send_token(self, request: LiveRequest, logprob: TokenLogprob | None) -> None:
+        """Send the last token of ``request``, and end the request if that is its end."""
+        token_id = request.token_ids[-1]
+        reason = finish_reason(request)
+        if reason is not None:
+            self._finish(request, reason, token_id=token_id, logprob=logprob)
+            return
+        request_id = request.request.request_id
+        self._send(request, TokenOutput(request_id=request_id, token_id=token_id, logprob=logprob))
 
     def _answer_prefill(
         self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None
     ) -> None:
-        """The prompt's KV is complete: offer it, and end with what the decode leg needs."""
+        """The prompt's KV is complete: hand it over, and end with what the decode leg needs."""
         token_id = request.token_ids[-1]
         reason = FinishReason.STOP if token_id in request.stop_token_ids else FinishReason.LENGTH
         try:
-            handoff = self._sender.offer(request, transfer, logprob)
+            handoff = self._sender.complete(request, transfer, logprob)
         except FerryError as error:
             self._finish(request, FinishReason.ERROR, error=str(error))
             return
@@ -213,10 +263,9 @@ class EngineCore:
         error: str | None = None,
     ) -> None:
         """End ``request``: drop its blocks, let the peer go, send the last output."""
-        transfer = request.transfer_as(Role.DECODE)
-        if transfer is not None and self._connector is not None:
-            self._by_transfer.pop(transfer.transfer_id, None)
-            self._connector.end_receive(transfer.transfer_id, needed=False)
+        self._receives.end(request)
+        if handoff is None:
+            self._sender.give_up(request)
         self.scheduler.remove(request)
         self._send_last(request, reason, token_id, logprob, handoff, error)
 
@@ -286,10 +335,3 @@ def finish_reason(request: LiveRequest) -> FinishReason | None:
     if len(request.token_ids) >= request.max_total_tokens:
         return FinishReason.LENGTH
     return None
-
-
-def _transfer(request: LiveRequest, role: Role) -> KvTransferParams:
-    transfer = request.transfer_as(role)
-    if transfer is None:
-        raise AssertionError(f"request {request.request.request_id} has no role {role}")
-    return transfer

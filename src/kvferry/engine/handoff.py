@@ -1,15 +1,20 @@
-"""The engine's part in a handoff: what prefill offers, and what decode does on arrival.
+"""The engine's part in a handoff, on prefill's side.
 
-Owns the order of the connector's calls on both sides; the connector does the moving.
+Owns the order of the connector's calls from admission to the handoff; the connector does the
+moving. Decode's side is ``receiving``.
 """
 
 from __future__ import annotations
 
-from kvferry.connector.ports import ConnectorPort, PromptIdentity
+from collections.abc import Sequence
+
+from kvferry.connector.ports import ConnectorPort, HandoffOffer, PrefillEnd, PromptIdentity
 from kvferry.engine.live_request import LiveRequest
-from kvferry.errors import LocalProtocolError
+from kvferry.engine.scheduler import Chunk
+from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.hashing import prompt_digest
-from kvferry.protocol.params import FirstToken, KvTransferParams, Role, TokenLogprob
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.params import FirstToken, KvTransferParams, Mode, Role, TokenLogprob
 
 
 def prompt_identity(request: LiveRequest) -> PromptIdentity:
@@ -23,45 +28,88 @@ class HandoffSender:
 
     def __init__(self, connector: ConnectorPort | None) -> None:
         self._connector = connector
+        self._pushes: dict[TransferId, LiveRequest] = {}
+        """Begun and not complete."""
 
-    def offer(
+    def begin(self, request: LiveRequest) -> None:
+        """``request`` has its blocks. Push: the connector hears of it, the first time only.
+
+        Raises ``RequestError`` if the transfer's id was used before.
+        """
+        transfer = _push_of(request)
+        if transfer is None or self._connector is None:
+            return
+        if self._pushes.get(transfer.transfer_id) is not request:
+            self._connector.begin_send(transfer.transfer_id, prompt_identity(request))
+            self._pushes[transfer.transfer_id] = request
+
+    def advance(self, chunks: Sequence[Chunk]) -> None:
+        """A step with ``chunks`` has completed. Push: what it filled can be written."""
+        if not self._pushes or self._connector is None:
+            return
+        for request in [chunk.request for chunk in chunks]:
+            transfer = _push_of(request)
+            if transfer is not None:
+                blocks = tuple(request.blocks)
+                self._connector.advance_send(transfer.transfer_id, blocks, request.num_computed)
+
+    def complete(
         self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None
     ) -> KvTransferParams:
-        """Offer the blocks of the whole prompt; return the decode leg's parameters.
+        """Hand over the blocks of the whole prompt; return the decode leg's parameters.
 
         The step that filled the last block has completed, and the first token is sampled. Raises
         ``RequestError`` if the transfer's id is in use.
         """
-        if self._connector is None:
-            raise LocalProtocolError("a handoff needs a connector")
-        offer = self._connector.offer(
-            transfer.transfer_id, tuple(request.blocks), prompt_identity(request)
+        first_token = FirstToken(
+            request.token_ids[request.num_prompt_tokens], request.seed, logprob
         )
-        first_token = request.token_ids[request.num_prompt_tokens]
+        offer = self._offer(request, transfer, PrefillEnd(first_token, request.prefill_end_s))
         return KvTransferParams(
             transfer_id=transfer.transfer_id,
             role=Role.DECODE,
             mode=transfer.mode,
             peer=offer.peer,
-            first_token=FirstToken(first_token, request.seed, logprob),
+            first_token=first_token,
             num_prompt_tokens=request.num_prompt_tokens,
             lease_s=offer.lease_s,
             prefill_end_s=request.prefill_end_s,
         )
 
+    def _offer(
+        self, request: LiveRequest, transfer: KvTransferParams, end: PrefillEnd
+    ) -> HandoffOffer:
+        if self._connector is None:
+            raise LocalProtocolError("a handoff needs a connector")
+        blocks = tuple(request.blocks)
+        if transfer.mode is Mode.PUSH:
+            del self._pushes[transfer.transfer_id]
+            return self._connector.complete_send(transfer.transfer_id, blocks, end)
+        return self._connector.offer(transfer.transfer_id, blocks, prompt_identity(request))
 
-class HandoffReceiver:
-    """Decode's side at arrival, on the caller's thread."""
+    def give_up(self, request: LiveRequest) -> None:
+        """``request`` ends without a handoff. Push: the receiver is told at once.
 
-    def __init__(self, connector: ConnectorPort) -> None:
-        self._connector = connector
+        One that was never admitted is begun for that, since only what was begun can fail.
+        """
+        transfer = _push_of(request)
+        if transfer is None or self._connector is None:
+            return
+        try:
+            self.begin(request)
+        except FerryError:
+            return  # the id is another's
+        del self._pushes[transfer.transfer_id]
+        self._connector.withdraw(transfer.transfer_id)
 
-    def begin(self, request: LiveRequest, transfer: KvTransferParams) -> None:
-        """Have the peer keep the blocks. Raises ``RequestError`` if the id is in use here."""
-        if transfer.peer is None:
-            raise LocalProtocolError("role decode without a peer")
-        self._connector.begin_receive(transfer.transfer_id, transfer.peer, prompt_identity(request))
+    def take_stopped(self) -> list[LiveRequest]:
+        """Return the requests whose receiver needs nothing of them (any more)."""
+        if not self._pushes or self._connector is None:
+            return []
+        stopped = (self._pushes.get(i) for i in self._connector.take_stopped_sends())
+        return [request for request in stopped if request is not None]
 
-    def decline(self, transfer: KvTransferParams) -> None:
-        """Nothing is needed of the peer's blocks: let it go."""
-        self._connector.end_receive(transfer.transfer_id, needed=False)
+
+def _push_of(request: LiveRequest) -> KvTransferParams | None:
+    transfer = request.transfer_as(Role.PREFILL)
+    return transfer if transfer is not None and transfer.mode is Mode.PUSH else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.engine.request import EngineRequest, OutputCallback, RequestReport
 from kvferry.protocol.hashing import next_block_hash
 from kvferry.protocol.ids import BlockHash, BlockNumber
-from kvferry.protocol.params import KvTransferParams, Role
+from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
 
 
 class Phase(enum.Enum):
@@ -46,6 +46,8 @@ class LiveRequest:
     """Prompt and answer so far."""
     wants_receive: bool = False
     """Role decode, and the peer's blocks have not been tried yet."""
+    is_given_back: bool = False
+    """Push: the peer was given blocks that were needed elsewhere; it has no others yet."""
     phase: Phase = Phase.WAITING
     blocks: list[BlockNumber] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -84,6 +86,19 @@ class LiveRequest:
         """Return the transfer's parameters if the request has ``role`` in it."""
         transfer = self.request.transfer
         return transfer if transfer is not None and transfer.role is role else None
+
+    @property
+    def is_pushed(self) -> bool:
+        """Role decode, and the peer writes: its blocks may be taken back before they are full."""
+        transfer = self.transfer_as(Role.DECODE)
+        return transfer is not None and transfer.mode is Mode.PUSH
+
+    @property
+    def must_not_recompute(self) -> bool:
+        """Whether a receive that fails now ends the request: nothing was answered yet."""
+        transfer = self.transfer_as(Role.DECODE)
+        is_strict = transfer is not None and transfer.on_failure is OnFailure.ERROR
+        return is_strict and self.num_output_tokens == 0
 
     def hashes_of(self, num_blocks: int, block_size_tokens: int) -> list[BlockHash]:
         """Return the hashes of the first ``num_blocks`` blocks, which must be full."""

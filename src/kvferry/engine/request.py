@@ -20,6 +20,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    NOT_NEEDED = "not_needed"
+    """Role prefill: decode has all it needs, so the prefill was ended before its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class EngineRequest:
     cache_salt: str = ""
     transfer: KvTransferParams | None = None
     """Role prefill: end after one token and offer the blocks. Role decode: receive them."""
+    wants_progress: bool = False
+    """Role prefill: say how far the prompt is computed, at admission and after each chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,8 @@ class TokenOutput:
     handoff: KvTransferParams | None = None
     """Role prefill, last output: what the decode leg needs."""
     report: RequestReport | None = None
+    num_computed_tokens: int | None = None
+    """Progress: leading prompt tokens whose KV is there. Such an output carries nothing else."""
 
 
 OutputCallback = Callable[[TokenOutput], None]

@@ -18,11 +18,11 @@ from kvferry.connector.ports import ConnectorPort
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore, EngineCounters, Forward, StepOutcome, finish_reason
 from kvferry.engine.forward import ModelForward
-from kvferry.engine.handoff import HandoffReceiver
 from kvferry.engine.inbox import Inbox
 from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import PagedCache
+from kvferry.engine.receiving import HandoffReceiver
 from kvferry.engine.request import (
     EngineRequest,
     FinishReason,
@@ -104,6 +104,7 @@ class Engine:
             config,
             pool,
             forward or ModelForward(model, cache),
+            model.vocabulary_size,
             connector=connector,
             clock=clock,
         )
@@ -203,7 +204,7 @@ class Engine:
             raise
 
     def _begin_receive(self, live: LiveRequest) -> bool:
-        """Role decode: have the peer keep its blocks and answer the handed-over first token.
+        """Role decode: let the peer know, and answer the first token if it was handed over already.
 
         Returns whether that token has ended the request.
         """

@@ -2,7 +2,8 @@
 
 Pure bookkeeping over the block pool: no tensors, clocks or threads, and nothing here waits. First
 come, first served; a request is admitted only when the blocks of all its tokens are there, and the
-youngest gives its blocks up when a running one needs more.
+youngest gives its blocks up when a running one needs more. Blocks that a peer is to fill are taken
+back where nothing else would go on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
 
 from kvferry.blocks.pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -49,17 +52,50 @@ class StepPlan:
     receives: list[ReceiveStart] = field(default_factory=list)
     not_needed: list[LiveRequest] = field(default_factory=list)
     """Requests that compute what they lack: the peer may let go."""
+    cancelled: list[LiveRequest] = field(default_factory=list)
+    """Requests that compute what they lack since the blocks for it are needed here."""
     num_preempted: int = 0
     is_short_of_blocks: bool = False
     """A request waits until somebody gives blocks back."""
 
 
+class ReceiveDesk(Protocol):
+    """What the scheduler asks about requests that receive; see ``Receives``."""
+
+    def may_receive(self, request: LiveRequest, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` may be given to the peer to fill."""
+        ...
+
+    def is_peer_at_work(self, request: LiveRequest) -> bool:
+        """Whether the peer's prefill has its own blocks: then the receive ends by itself."""
+        ...
+
+    def give_back(self, request: LiveRequest) -> bool:
+        """Take blocks back that the peer has not filled; False if it is too late for that."""
+        ...
+
+    def num_returning(self) -> int:
+        """Blocks that come back once no transfer can touch them."""
+        ...
+
+
+class _Admission(Enum):
+    GRANTED = auto()
+    LATER = auto()
+    """It must not have blocks yet, whoever else wants them."""
+    SHORT = auto()
+    """There are not enough blocks."""
+
+
 class Scheduler:
     """Queues of one engine. Called from the engine's thread only."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, make_room: MakeRoom) -> None:
+    def __init__(
+        self, pool: BlockPool, config: EngineConfig, make_room: MakeRoom, receives: ReceiveDesk
+    ) -> None:
         self._pool = pool
         self._make_room = make_room
+        self._receives = receives
         self._block_size_tokens = config.block_size_tokens
         self._max_running = config.max_num_sequences
         self._max_step_tokens = config.prefill_chunk_tokens
@@ -105,8 +141,10 @@ class Scheduler:
 
     def note_receive_failed(self, request: LiveRequest) -> None:
         """A receive failed: give its blocks back and queue it, by arrival, as a plain one."""
-        self.receiving.remove(request)
-        self._requeue(request)
+        request.wants_receive = request.is_given_back = False
+        if request.phase is Phase.RECEIVING:
+            self.receiving.remove(request)
+            self._requeue(request)
 
     def remove(self, request: LiveRequest) -> None:
         """Take ``request`` out, whatever it is doing, and drop its blocks."""
@@ -161,8 +199,12 @@ class Scheduler:
             return True
         while not self._try_allocate(request, lacking):
             victim = self.running[-1]
-            if victim is request and len(self.running) == 1 and self._make_room(lacking) > 0:
-                continue
+            if len(self.running) == 1:
+                if self._make_room(lacking) > 0:
+                    continue
+                if self._take_back(plan, self.receiving):
+                    plan.is_short_of_blocks = True
+                    return False
             self.running.remove(victim)
             victim.num_preemptions += 1
             plan.num_preempted += 1
@@ -186,12 +228,16 @@ class Scheduler:
         for request in list(self.waiting):
             if not self._has_place(request, budget):
                 continue
-            if not self._take_blocks(plan, request):
+            admission = self._take_blocks(plan, request)
+            if admission is _Admission.LATER:
+                continue
+            if admission is _Admission.SHORT:
                 plan.is_short_of_blocks = True
+                self._take_back_for_nobody(plan)
                 return
             self.waiting.remove(request)
             if request.wants_receive:
-                request.wants_receive = False
+                request.wants_receive = request.is_given_back = False
                 request.phase = Phase.RECEIVING
                 self.receiving.append(request)
                 continue
@@ -205,7 +251,7 @@ class Scheduler:
             return len(self.receiving) < self._max_running
         return budget > 0
 
-    def _take_blocks(self, plan: StepPlan, request: LiveRequest) -> bool:
+    def _take_blocks(self, plan: StepPlan, request: LiveRequest) -> _Admission:
         """Give a waiting request cached blocks and new ones for all its tokens, or nothing."""
         size = self._block_size_tokens
         cached: list[BlockNumber] = []
@@ -218,17 +264,20 @@ class Scheduler:
         if receives:
             num_tokens = request.num_prompt_tokens
         lacking = self.blocks_for(num_tokens) - len(cached)
+        if receives and not self._receives.may_receive(request, lacking):
+            self._pool.drop(cached)
+            return _Admission.LATER
         if not self._has_room(lacking):
             self._pool.drop(cached)
-            return False
+            return _Admission.SHORT
         request.blocks = list(cached)
         if not self._try_allocate(request, lacking):
             self._drop_blocks(request)
-            return False
+            return _Admission.SHORT
         request.num_computed = len(cached) * size
         request.num_published = len(cached)
         self._note_admitted(plan, request, receives)
-        return True
+        return _Admission.GRANTED
 
     def _should_receive(self, request: LiveRequest, num_cached_tokens: int) -> bool:
         missing = request.num_prompt_tokens - num_cached_tokens
@@ -236,14 +285,14 @@ class Scheduler:
         return request.wants_receive and worth_it
 
     def _note_admitted(self, plan: StepPlan, request: LiveRequest, receives: bool) -> None:
-        if request.num_preemptions == 0 and not request.receive_outcome:
+        if receives or (request.num_preemptions == 0 and not request.receive_outcome):
             cached = min(request.num_computed, request.num_prompt_tokens)
             request.num_cached_tokens = cached
         if receives:
             first = request.num_published
             plan.receives.append(ReceiveStart(request, tuple(request.blocks[first:]), first))
         elif request.wants_receive:
-            request.wants_receive = False
+            request.wants_receive = request.is_given_back = False
             plan.not_needed.append(request)
 
     def _has_room(self, lacking: int) -> bool:
@@ -253,6 +302,39 @@ class Scheduler:
             self._make_room(short)
             short = lacking + len(self.running) - self._pool.num_free
         return short <= 0
+
+    # -- taking back what a peer has not filled -------------------------------------------------
+
+    def _take_back_for_nobody(self, plan: StepPlan) -> None:
+        """The first in the queue lacks blocks, and nothing runs that would give any back.
+
+        A registration whose prefill waits at the peer may be what the peer's own queue waits for.
+        """
+        if not self.running and not self.ready:
+            idle = [r for r in self.receiving if not self._receives.is_peer_at_work(r)]
+            self._take_back(plan, idle)
+
+    def _take_back(self, plan: StepPlan, candidates: Sequence[LiveRequest]) -> bool:
+        """Take the blocks of the youngest candidate from its peer; whether blocks will come back.
+
+        Who could register no others by the next time computes its prompt here: its peer may hold
+        on to the old ones for as long.
+        """
+        given_back = [request for request in self.waiting if request.is_given_back]
+        for request in given_back:
+            request.wants_receive = request.is_given_back = False
+            plan.cancelled.append(request)
+        if given_back:
+            return True
+        for request in sorted(candidates, key=lambda r: r.arrival, reverse=True):
+            if request.is_pushed and self._receives.give_back(request):
+                request.wants_receive = request.is_given_back = True
+                request.num_preemptions += 1
+                plan.num_preempted += 1
+                self.receiving.remove(request)
+                self._requeue(request)
+                return True
+        return self._receives.num_returning() > 0
 
     # -- blocks -------------------------------------------------------------------------------
 

@@ -45,6 +45,15 @@ class Mode(enum.StrEnum):
     """Prefill WRITEs into blocks that decode registers, while it still computes."""
 
 
+class OnFailure(enum.StrEnum):
+    """What a decode leg does when the KV does not come and no token has been answered yet."""
+
+    RECOMPUTE = "recompute"
+    """Compute the prompt here."""
+    ERROR = "error"
+    """End with an error, so that the router can try elsewhere."""
+
+
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the other side of a handoff is, and which start of it."""
 
@@ -61,7 +70,7 @@ class KvTransferParams(
 
     ``lease_s`` is a duration: how long prefill holds the blocks from when it answered.
     ``prefill_end_s`` is the host's monotonic clock at the end of prefill's last forward, for
-    measurements on one host; nothing is decided by it.
+    measurements on one host; nothing is decided by it. ``on_failure`` is the decode leg's.
     """
 
     transfer_id: TransferId
@@ -72,6 +81,7 @@ class KvTransferParams(
     num_prompt_tokens: _Count | None = None
     lease_s: _Seconds | None = None
     prefill_end_s: float | None = None
+    on_failure: OnFailure = OnFailure.RECOMPUTE
 
 
 def parse_params(value: object) -> KvTransferParams:

@@ -13,7 +13,9 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.ports import (
     ConnectorSnapshot,
+    FirstTokenArrival,
     HandoffOffer,
+    PrefillEnd,
     PromptIdentity,
     ReceiveOutcome,
     ReceiveResult,
@@ -23,9 +25,15 @@ from kvferry.engine.model import load_model
 from kvferry.engine.paged_cache import PagedCache
 from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine
-from kvferry.errors import RequestError
+from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, RequestId, TransferId
-from kvferry.protocol.params import KvTransferParams, PeerAddress
+from kvferry.protocol.params import (
+    FirstToken,
+    KvTransferParams,
+    Mode,
+    PeerAddress,
+    TokenLogprob,
+)
 
 TIMEOUT_S = 60.0
 PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:1")
@@ -85,19 +93,46 @@ class FakeConnector:
     receives: dict[TransferId, Receive] = field(default_factory=dict)
     ended: list[TransferId] = field(default_factory=list)
     results: list[ReceiveResult] = field(default_factory=list)
+    modes: dict[TransferId, Mode] = field(default_factory=dict)
+    sends: dict[TransferId, list[tuple[str, int]]] = field(default_factory=dict)
+    """Push: what the engine has said of each."""
+    first_tokens: list[FirstTokenArrival] = field(default_factory=list)
+    stopped: list[TransferId] = field(default_factory=list)
+    refused: set[TransferId] = field(default_factory=set)
+    """Push: may not have blocks yet."""
+    broken: set[TransferId] = field(default_factory=set)
+    """Push: fails in the moment when it is given blocks."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin_receive(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
+        self,
+        transfer_id: TransferId,
+        peer: PeerAddress,
+        prompt: PromptIdentity,
+        *,
+        mode: Mode = Mode.PULL,
     ) -> None:
         if transfer_id in self.begun:
             raise RequestError(f"transfer id {transfer_id} is in use")
         self.begun[transfer_id] = prompt
+        self.modes[transfer_id] = mode
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        return transfer_id not in self.refused
+
+    def give_back(self, transfer_id: TransferId) -> bool:
+        receive = self.receives.pop(transfer_id, None)
+        if receive is None:
+            return False
+        self.pool.drop(receive.blocks)
+        return True
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
     ) -> None:
         assert transfer_id in self.begun
+        if transfer_id in self.broken:
+            raise LocalProtocolError("it has just ended")
         self.pool.hold(blocks)
         with self.changed:
             self.receives[transfer_id] = Receive(tuple(blocks), first_block)
@@ -113,6 +148,37 @@ class FakeConnector:
             taken, self.results = self.results, []
             return taken
 
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        with self.changed:
+            taken, self.first_tokens = self.first_tokens, []
+            return taken
+
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        if transfer_id in self.sends:
+            raise RequestError(f"transfer id {transfer_id} is in use")
+        with self.changed:
+            self.sends[transfer_id] = [("begin", 0)]
+            self.identities[transfer_id] = prompt
+            self.changed.notify_all()
+
+    def advance_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
+    ) -> None:
+        self.sends[transfer_id].append(("advance", num_tokens))
+
+    def complete_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
+    ) -> HandoffOffer:
+        self.sends[transfer_id].append(("complete", end.first_token.token_id))
+        self.pool.hold(blocks)
+        self.offers[transfer_id] = tuple(blocks)
+        return HandoffOffer(PEER, lease_s=30.0)
+
+    def take_stopped_sends(self) -> list[TransferId]:
+        with self.changed:
+            taken, self.stopped = self.stopped, []
+            return taken
+
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:
@@ -124,6 +190,8 @@ class FakeConnector:
         return HandoffOffer(PEER, lease_s=30.0)
 
     def withdraw(self, transfer_id: TransferId) -> None:
+        if transfer_id in self.sends:
+            self.sends[transfer_id].append(("withdraw", 0))
         self.pool.drop(self.offers.pop(transfer_id, ()))
 
     def give_up_oldest(self, num_blocks: int) -> int:
@@ -142,6 +210,27 @@ class FakeConnector:
         with self.changed:
             assert self.changed.wait_for(lambda: transfer_id in self.receives, TIMEOUT_S)
             return self.receives[transfer_id]
+
+    def tell_first_token(self, transfer_id: TransferId, token_id: int, seed: int = 5) -> None:
+        assert self.engine is not None
+        logprob = TokenLogprob(-0.5, ((token_id, -0.5),))
+        end = PrefillEnd(FirstToken(token_id, seed, logprob), 12.5)
+        with self.changed:
+            self.first_tokens.append(FirstTokenArrival(transfer_id, end))
+        self.engine.wake()
+
+    def fail(self, transfer_id: TransferId, outcome: ReceiveOutcome) -> None:
+        """End a push that has no blocks."""
+        assert self.engine is not None
+        with self.changed:
+            self.results.append(ReceiveResult(transfer_id, outcome, "as the test says"))
+        self.engine.wake()
+
+    def stop(self, transfer_id: TransferId) -> None:
+        assert self.engine is not None
+        with self.changed:
+            self.stopped.append(transfer_id)
+        self.engine.wake()
 
     def finish_receive(
         self, transfer_id: TransferId, outcome: ReceiveOutcome, num_bytes: int = 0

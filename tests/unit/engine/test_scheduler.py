@@ -18,6 +18,31 @@ from kvferry.protocol.ids import RequestId
 ROOT = chain_root(b"scheduler")
 
 
+class FakePeer:
+    """Answers the scheduler's questions about receives as a test says."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()
+        self.at_work = True
+        self.takes_back = True
+        self.num_blocks_returning = 0
+        self.given_back: list[str] = []
+
+    def may_receive(self, request: LiveRequest, num_blocks: int) -> bool:
+        return request.request.request_id not in self.refused
+
+    def is_peer_at_work(self, request: LiveRequest) -> bool:
+        return self.at_work
+
+    def give_back(self, request: LiveRequest) -> bool:
+        if self.takes_back:
+            self.given_back.append(request.request.request_id)
+        return self.takes_back
+
+    def num_returning(self) -> int:
+        return self.num_blocks_returning
+
+
 class Desk:
     """A scheduler with a pool; `work` does what a step does, with made-up tokens."""
 
@@ -26,7 +51,8 @@ class Desk:
         config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
         self.pool = BlockPool(num_blocks)
         self.asked_room: list[int] = []
-        self.scheduler = Scheduler(self.pool, config, self.make_room)
+        self.peer = FakePeer()
+        self.scheduler = Scheduler(self.pool, config, self.make_room, self.peer)
         self.num_arrivals = 0
 
     def make_room(self, num_blocks: int) -> int:

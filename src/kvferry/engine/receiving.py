@@ -1,0 +1,134 @@
+"""The engine's part in a handoff, on decode's side: from arrival to the peer's last word.
+
+Owns which transfer is which request's, and what came for a request that is still on its way to
+the engine's thread. What a result means for the request is the core's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveResult
+from kvferry.engine.handoff import prompt_identity
+from kvferry.engine.live_request import LiveRequest
+from kvferry.engine.scheduler import StepPlan
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.params import KvTransferParams, Role
+
+Item = TypeVar("Item")
+
+_MAX_EARLY = 1024
+_MORE_BLOCKS_THAN_ANY_SHARE = 2**40
+
+
+class HandoffReceiver:
+    """Decode's side at arrival, on the caller's thread."""
+
+    def __init__(self, connector: ConnectorPort) -> None:
+        self._connector = connector
+
+    def begin(self, request: LiveRequest, transfer: KvTransferParams) -> None:
+        """Let the peer know. Raises ``RequestError`` if the id is in use here."""
+        if transfer.peer is None:
+            raise LocalProtocolError("role decode without a peer")
+        self._connector.begin_receive(
+            transfer.transfer_id, transfer.peer, prompt_identity(request), mode=transfer.mode
+        )
+
+    def decline(self, transfer: KvTransferParams) -> None:
+        """Nothing is needed of the peer's blocks: let it go."""
+        self._connector.end_receive(transfer.transfer_id, needed=False)
+
+
+class Receives:
+    """Decode's side from then on, on the engine's thread. A ``ReceiveDesk`` for the scheduler."""
+
+    def __init__(self, connector: ConnectorPort | None) -> None:
+        self._connector = connector
+        self._by_transfer: dict[TransferId, LiveRequest] = {}
+        # A peer may be faster than this process is with handing a request to the engine's thread.
+        self._early_tokens: OrderedDict[TransferId, PrefillEnd] = OrderedDict()
+        self._early_results: OrderedDict[TransferId, ReceiveResult] = OrderedDict()
+
+    def add(self, request: LiveRequest) -> None:
+        """A request is in service from now on."""
+        transfer = request.transfer_as(Role.DECODE)
+        if transfer is not None and request.wants_receive:
+            self._by_transfer[transfer.transfer_id] = request
+
+    def end(self, request: LiveRequest, *, needed: bool = False) -> None:
+        """Nothing more is wanted of the peer; it is told."""
+        transfer = request.transfer_as(Role.DECODE)
+        if transfer is not None and self._connector is not None:
+            self._by_transfer.pop(transfer.transfer_id, None)
+            self._connector.end_receive(transfer.transfer_id, needed=needed)
+
+    def take(
+        self,
+    ) -> tuple[list[tuple[LiveRequest, PrefillEnd]], list[tuple[LiveRequest, ReceiveResult]]]:
+        """Return the first tokens and the ends of receives that came, in this order."""
+        if self._connector is None:
+            return [], []
+        # In this order: the first token that belongs to a result taken here is there already.
+        for result in self._connector.take_results():
+            _keep(self._early_results, result.transfer_id, result)
+        for arrival in self._connector.take_first_tokens():
+            _keep(self._early_tokens, arrival.transfer_id, arrival.end)
+        tokens = [
+            (self._by_transfer[i], self._early_tokens.pop(i))
+            for i in [i for i in self._early_tokens if i in self._by_transfer]
+        ]
+        results = [
+            (self._by_transfer.pop(i), self._early_results.pop(i))
+            for i in [i for i in self._early_results if i in self._by_transfer]
+        ]
+        return tokens, results
+
+    def follow(self, plan: StepPlan) -> None:
+        """Tell the connector what the scheduler has decided."""
+        if self._connector is None:
+            return
+        for start in plan.receives:
+            try:
+                self._connector.receive(_id_of(start.request), start.blocks, start.first_block)
+            except LocalProtocolError:
+                # A push may fail at any moment, so also just now: its result is on the way.
+                if not start.request.is_pushed:
+                    raise
+        for request in plan.not_needed:
+            self.end(request)
+        for request in plan.cancelled:
+            self.end(request, needed=True)
+
+    # -- the scheduler's questions ------------------------------------------------------------
+
+    def may_receive(self, request: LiveRequest, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` may be given to the peer to fill."""
+        return self._connector is None or self._connector.may_receive(_id_of(request), num_blocks)
+
+    def is_peer_at_work(self, request: LiveRequest) -> bool:
+        """Whether the peer's prefill has its own blocks: then the receive ends by itself."""
+        return self.may_receive(request, _MORE_BLOCKS_THAN_ANY_SHARE)
+
+    def give_back(self, request: LiveRequest) -> bool:
+        """Take blocks back that the peer has not filled; False if it is too late for that."""
+        return self._connector is not None and self._connector.give_back(_id_of(request))
+
+    def num_returning(self) -> int:
+        """Blocks that come back once no transfer can touch them."""
+        return 0 if self._connector is None else self._connector.snapshot().num_blocks_quarantined
+
+
+def _id_of(request: LiveRequest) -> TransferId:
+    transfer = request.transfer_as(Role.DECODE)
+    if transfer is None:
+        raise AssertionError(f"request {request.request.request_id} receives nothing")
+    return transfer.transfer_id
+
+
+def _keep(kept: OrderedDict[TransferId, Item], transfer_id: TransferId, item: Item) -> None:
+    kept[transfer_id] = item
+    while len(kept) > _MAX_EARLY:
+        kept.popitem(last=False)
