@@ -2,6 +2,11 @@
 
 Owns the order of bytes on the connection and what happens when the client leaves. Knows neither
 endpoint's fields: those are a ``Job`` by now.
+
+A prefill leg is answered whole: with ``kv_transfer_params``, what the decode leg needs; without
+them and with ``finish_reason`` "not_needed", status 200, where a push has been ended because decode
+has all it needs. Where its progress is asked for, the whole answer is the last event of a stream
+of ``{"kv_progress": {"num_computed_tokens": n, "num_prompt_tokens": m}}``.
 """
 
 from __future__ import annotations
@@ -52,6 +57,11 @@ class Job:
         transfer = self.requests[0].transfer
         return transfer is not None and transfer.role is Role.PREFILL
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the answer is for a router that follows the prefill."""
+        return self.requests[0].wants_progress
+
 
 async def answer(request: web.Request, service: InstanceService, job: Job) -> web.StreamResponse:
     """Run ``job`` and answer ``request``; leaving in any way ends its engine requests.
@@ -68,6 +78,8 @@ async def answer(request: web.Request, service: InstanceService, job: Job) -> we
             meter.begin(job.num_prompt_tokens)
             if job.is_streamed and not job.is_prefill_leg:
                 return await _stream(request, job, assembly, meter)
+            if job.shows_progress:
+                return await _stream_progress(request, job, assembly, meter, generation)
             return await _send_whole(request, job, assembly, meter, generation)
     finally:
         for engine_request in job.requests:
@@ -94,17 +106,60 @@ async def _send_whole(
 ) -> web.Response:
     while not assembly.is_finished:
         meter.note(await assembly.next_deltas())
-    choices = assembly.choices
-    body = job.format.whole(choices, usage_of(choices, job.num_prompt_tokens))
-    body |= extras_of(choices, with_report=job.options.wants_report)
+    body = _whole_body(job, assembly)
     response = web.Response(body=msgspec.json.encode(body), content_type="application/json")
-    if choices[0].handoff is not None:
+    if assembly.choices[0].handoff is not None:
         # Sent from here: if the client is gone by now, nobody will fetch the blocks.
         await response.prepare(request)
         await response.write_eof()
-        if request.transport is not None and not request.transport.is_closing():
-            generation.keep_handoff()
+        _keep_handoff(request, generation)
     return response
+
+
+def _whole_body(job: Job, assembly: AnswerAssembly) -> Json:
+    choices = assembly.choices
+    body = job.format.whole(choices, usage_of(choices, job.num_prompt_tokens))
+    return body | extras_of(choices, with_report=job.options.wants_report)
+
+
+def _keep_handoff(request: web.Request, generation: Generation) -> None:
+    """The whole answer has been written: the handoff is the client's, if it is still there."""
+    if request.transport is not None and not request.transport.is_closing():
+        generation.keep_handoff()
+
+
+async def _stream_progress(
+    request: web.Request,
+    job: Job,
+    assembly: AnswerAssembly,
+    meter: RequestMeter,
+    generation: Generation,
+) -> web.StreamResponse:
+    """Send how far a prefill is, then its whole answer as one event."""
+    stream = EventStream(request)
+    try:
+        while not assembly.is_finished:
+            deltas = await assembly.next_deltas()
+            meter.note(deltas)
+            counts = [delta.num_computed_tokens for _, delta in deltas]
+            await stream.send([_progress(job, count) for count in counts if count is not None])
+    except EngineError as error:
+        if not stream.is_begun:
+            raise
+        await stream.send([b"data: " + answer_for(error).encoded() + b"\n\n"])
+    else:
+        await stream.send([event(_whole_body(job, assembly))])
+    await stream.end()
+    _keep_handoff(request, generation)
+    return stream.response
+
+
+def _progress(job: Job, num_computed_tokens: int) -> bytes:
+    shown = {
+        "num_computed_tokens": num_computed_tokens,
+        "num_prompt_tokens": job.num_prompt_tokens,
+    }
+    return event({"kv_progress": shown})
 
 
 async def _stream(

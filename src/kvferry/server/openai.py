@@ -140,7 +140,7 @@ def _job(
     request: CompletionRequest | ChatRequest, accepted: _Accepted, shapes: AnswerFormat
 ) -> Job:
     # A prefill leg ends after one token anyway; decode says it, and so finds the stop string.
-    is_prefill = accepted.transfer is not None and accepted.transfer.role is Role.PREFILL
+    is_prefill = _is_prefill_leg(accepted)
     return Job(
         requests=_engine_requests(request, accepted),
         format=shapes,
@@ -157,6 +157,10 @@ def _job(
         continuous_usage=request.continuous_usage,
         skip_special_tokens=request.skip_special_tokens is not False,
     )
+
+
+def _is_prefill_leg(accepted: _Accepted) -> bool:
+    return accepted.transfer is not None and accepted.transfer.role is Role.PREFILL
 
 
 def _engine_requests(
@@ -179,6 +183,7 @@ def _engine_requests(
             sampling=sampling_params(request, choice),
             cache_salt=request.cache_salt or "",
             transfer=accepted.transfer,
+            wants_progress=bool(request.kv_progress) and _is_prefill_leg(accepted),
         )
         for number, prompt in enumerate(prompts)
         for choice in range(num_choices)

@@ -97,6 +97,7 @@ class GenerationFields(UnsupportedFields, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     kv_report: bool | None = None
+    kv_progress: bool | None = None
     kv_transfer_params: Any = None
     """Checked by ``protocol.params``, once it is known to be trusted."""
 

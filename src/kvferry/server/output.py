@@ -89,6 +89,8 @@ class Delta:
     stop_reason: int | str | None = None
     report: RequestReport | None = None
     handoff: KvTransferParams | None = None
+    num_computed_tokens: int | None = None
+    """Progress of a prefill leg; such a delta adds nothing to the choice."""
 
 
 class ChoiceAssembler:
@@ -117,6 +119,8 @@ class ChoiceAssembler:
         """Add one output; return what it adds for the client, None for nothing."""
         if self._is_finished:
             return None
+        if output.num_computed_tokens is not None:
+            return Delta(num_computed_tokens=output.num_computed_tokens)
         if self._matched_stop is not None:
             return self._end_after_stop(output)
         text, stop = self._text_of(output)

@@ -3,16 +3,26 @@ from typing import Any
 
 import pytest
 
+from kvferry.engine.request import EngineRequest, FinishReason, TokenOutput
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import FirstToken, KvTransferParams, Role, emit_params
+from kvferry.protocol.params import (
+    FirstToken,
+    KvTransferParams,
+    Mode,
+    OnFailure,
+    Role,
+    emit_params,
+)
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign
 from tests.unit.server.fakes import (
     LAYOUT,
     PEER,
     WALL_TIME_S,
     ScriptedEngine,
+    handoff_output,
     hands_over,
+    parse_events,
     says,
     serve,
 )
@@ -169,3 +179,114 @@ async def test_the_engines_refusal_of_a_transfer_is_told() -> None:
         status, answer = await served.post(COMPLETIONS, body(DECODE))
     assert status == 400
     assert answer["error"]["param"] == "kv_transfer_params.peer"
+
+
+PUSHED_PREFILL = KvTransferParams(
+    transfer_id=TransferId("xfer-1"), role=Role.PREFILL, mode=Mode.PUSH
+)
+PUSHED_DECODE = KvTransferParams(
+    transfer_id=TransferId("xfer-1"),
+    role=Role.DECODE,
+    mode=Mode.PUSH,
+    peer=PEER,
+    on_failure=OnFailure.ERROR,
+)
+
+
+async def test_a_pushed_decode_leg_begins_its_stream_with_the_first_token() -> None:
+    async with serve(ScriptedEngine()) as served:
+        asked = asyncio.create_task(served.events(COMPLETIONS, body(PUSHED_DECODE)))
+        request = await served.engine.wait_requests()
+        assert request.transfer == PUSHED_DECODE
+        assert not request.wants_progress
+        served.engine.emit(request, "x")
+        served.engine.finish(request, FinishReason.LENGTH)
+        events = await asked
+    assert [event["choices"][0]["text"] for event in events] == ["x", ""]
+
+
+async def test_a_pushed_decode_leg_that_fails_has_a_status() -> None:
+    async with serve(ScriptedEngine()) as served:
+        asked = asyncio.create_task(served.post(COMPLETIONS, body(PUSHED_DECODE, stream=True)))
+        request = await served.engine.wait_requests()
+        served.engine.finish(request, FinishReason.ERROR, "the KV did not come (gone)")
+        status, answer = await asked
+    assert status == 500
+    assert "did not come" in answer["error"]["message"]
+
+
+async def test_a_prefill_leg_that_is_not_needed_is_no_error() -> None:
+    async with serve(ScriptedEngine()) as served:
+        asked = asyncio.create_task(served.post(COMPLETIONS, body(PUSHED_PREFILL)))
+        request = await served.engine.wait_requests()
+        served.engine.finish(request, FinishReason.NOT_NEEDED)
+        status, answer = await asked
+        assert served.connector.withdrawn == []
+    assert status == 200
+    assert "kv_transfer_params" not in answer
+    assert answer["choices"][0]["finish_reason"] == "not_needed"
+    assert answer["choices"][0]["text"] == ""
+
+
+def progress_output(request: EngineRequest, count: int) -> TokenOutput:
+    return TokenOutput(request_id=request.request_id, num_computed_tokens=count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prefill_leg_shows_its_progress(stream: bool) -> None:
+    def script(request: EngineRequest) -> list[TokenOutput]:
+        assert request.wants_progress
+        steps = [progress_output(request, count) for count in (0, 2, 3)]
+        return [*steps, handoff_output(request, "x")]
+
+    ask = body(PUSHED_PREFILL, kv_progress=True, stream=stream)
+    async with (
+        serve(ScriptedEngine(script)) as served,
+        served.client.post(COMPLETIONS, json=ask) as response,
+    ):
+        assert response.content_type == "text/event-stream"
+        *progress, answer = parse_events(await response.read())
+        assert served.connector.withdrawn == []
+    assert progress == [
+        {"kv_progress": {"num_computed_tokens": count, "num_prompt_tokens": 3}}
+        for count in (0, 2, 3)
+    ]
+    assert answer["kv_transfer_params"]["first_token"]["token_id"] == 120
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+async def test_progress_of_a_prefill_that_fails() -> None:
+    async with serve(ScriptedEngine()) as served:
+        ask = body(PUSHED_PREFILL, kv_progress=True)
+        async with asyncio.TaskGroup() as tasks:
+            early = tasks.create_task(served.post(COMPLETIONS, ask))
+            first = await served.engine.wait_requests()
+            served.engine.finish(first, FinishReason.ERROR, "no blocks")
+        assert early.result()[0] == 500
+        asked = asyncio.create_task(served.events(COMPLETIONS, ask))
+        request = await served.engine.wait_requests(2)
+        served.engine.callback(request)(progress_output(request, 0))
+        served.engine.finish(request, FinishReason.ERROR, "no blocks")
+        progress, error = await asked
+    assert progress["kv_progress"]["num_computed_tokens"] == 0
+    assert error["error"]["message"] == "no blocks"
+
+
+async def test_a_router_that_leaves_during_progress_ends_the_prefill() -> None:
+    async with serve(ScriptedEngine()) as served:
+        ask = body(PUSHED_PREFILL, kv_progress=True)
+        sent = asyncio.create_task(served.client.post(COMPLETIONS, json=ask))
+        request = await served.engine.wait_requests()
+        served.engine.callback(request)(progress_output(request, 0))
+        response = await sent
+        response.close()
+        await served.engine.wait_aborted()
+    assert served.engine.aborted == [request.request_id]
+
+
+async def test_only_a_prefill_leg_shows_progress() -> None:
+    async with serve(ScriptedEngine(says("x"))) as served:
+        status, _ = await served.post(COMPLETIONS, {"prompt": "abc", "kv_progress": True})
+        assert not served.engine.requests[0].wants_progress
+    assert status == 200
