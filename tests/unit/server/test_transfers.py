@@ -264,11 +264,12 @@ async def test_progress_of_a_prefill_that_fails() -> None:
             first = await served.engine.wait_requests()
             served.engine.finish(first, FinishReason.ERROR, "no blocks")
         assert early.result()[0] == 500
-        asked = asyncio.create_task(served.events(COMPLETIONS, ask))
+        asked = asyncio.create_task(served.client.post(COMPLETIONS, json=ask))
         request = await served.engine.wait_requests(2)
         served.engine.callback(request)(progress_output(request, 0))
+        response = await asked  # the first event has gone out
         served.engine.finish(request, FinishReason.ERROR, "no blocks")
-        progress, error = await asked
+        progress, error = parse_events(await response.read())
     assert progress["kv_progress"]["num_computed_tokens"] == 0
     assert error["error"]["message"] == "no blocks"
 
