@@ -76,6 +76,7 @@ async def deployment(
     num_decode: int = 1,
     *,
     host: str = "127.0.0.1",
+    capabilities: tuple[str, ...] | None = None,
     **options: Any,  # noqa: ANN401 - those of RouterConfig
 ) -> AsyncIterator[Deployment]:
     peers: dict[str, ScriptedEngine] = {}
@@ -83,6 +84,7 @@ async def deployment(
     decode = [ScriptedEngine(f"decode-{number}", peers) for number in range(num_decode)]
     async with AsyncExitStack() as stack:
         for engine in (*prefill, *decode):
+            engine.capabilities = capabilities
             await engine.start(host)
             stack.push_async_callback(engine.stop)
         options = {"shutdown_timeout_s": 0.0, "health_interval_s": 60.0, **options}

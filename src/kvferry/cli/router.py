@@ -50,8 +50,45 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     "--on-prefill-failure",
     default="decode",
     show_default=True,
-    type=click.Choice(["decode", "error"]),
-    help="When no prefill instance can: let decode do it all, or answer an error.",
+    type=click.Choice(["decode", "error", "retry"]),
+    help="When prefill fails: let decode do it all, answer an error, or (push) begin both legs "
+    "again once with another prefill instance, then let decode do it all.",
+)
+@click.option(
+    "--mode",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "pull", "push"]),
+    help="How KV moves: auto pushes where both chosen instances can; push chooses among those "
+    "that can; what cannot be pushed is pulled. A request may set it by X-KVFerry-Mode.",
+)
+@click.option(
+    "--decode-choice",
+    default="early",
+    show_default=True,
+    type=click.Choice(["early", "late"]),
+    help="Push: choose decode at once, in turn; or by load once prefill has come some way.",
+)
+@click.option(
+    "--decode-choice-progress",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Late choice: the share of the prompt that is computed by then.",
+)
+@click.option(
+    "--max-outstanding-handoffs",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Pushes per decode instance whose prefill is not yet admitted or answered; more wait.",
+)
+@click.option(
+    "--queue-timeout-s",
+    default=30.0,
+    show_default=True,
+    type=_SECONDS,
+    help="How long a request waits for that; then it is answered 503.",
 )
 @click.option(
     "--request-timeout-s",
@@ -65,7 +102,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     default=120.0,
     show_default=True,
     type=_SECONDS,
-    help="Bound of a prefill leg, and of the wait for a stream's first byte.",
+    help="Bound of a prefill leg, and then of the wait for a stream's first byte.",
 )
 @click.option(
     "--connect-timeout-s",
@@ -118,6 +155,11 @@ def router(
     ready_file: Path | None,
     cluster_key_file: Path | None,
     on_prefill_failure: str,
+    mode: str,
+    decode_choice: str,
+    decode_choice_progress: float,
+    max_outstanding_handoffs: int,
+    queue_timeout_s: float,
     request_timeout_s: float,
     prefill_timeout_s: float,
     connect_timeout_s: float,
@@ -132,7 +174,12 @@ def router(
 
     from kvferry.observe.log import configure_logging
     from kvferry.protocol.signing import load_cluster_key
-    from kvferry.router.config import OnPrefillFailure, RouterConfig
+    from kvferry.router.config import (
+        DecodeChoice,
+        OnPrefillFailure,
+        RouteMode,
+        RouterConfig,
+    )
     from kvferry.router.service import serve
 
     config = RouterConfig(
@@ -142,6 +189,11 @@ def router(
         port=port,
         cluster_key=load_cluster_key(cluster_key_file, os.environ),
         on_prefill_failure=OnPrefillFailure(on_prefill_failure),
+        mode=RouteMode(mode),
+        decode_choice=DecodeChoice(decode_choice),
+        decode_choice_progress=decode_choice_progress,
+        max_outstanding_handoffs=max_outstanding_handoffs,
+        queue_timeout_s=queue_timeout_s,
         request_timeout_s=request_timeout_s,
         prefill_timeout_s=prefill_timeout_s,
         connect_timeout_s=connect_timeout_s,

@@ -96,6 +96,17 @@ def no_instance(role: str) -> ErrorAnswer:
     )
 
 
+def no_credit(waited_s: float) -> ErrorAnswer:
+    """Return the answer when no decode instance took one more handoff in time."""
+    return ErrorAnswer(
+        503,
+        f"no decode instance took another handoff within {waited_s:g} s; try again later",
+        "service_unavailable_error",
+        "no_credit",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
 def leg_failed(role: str, detail: str) -> ErrorAnswer:
     """Return the answer when the leg of ``role`` failed on every instance that was tried."""
     return ErrorAnswer(

@@ -137,7 +137,9 @@ class Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer with Prometheus' text."""
         del request
-        text = self.tools.figures.render(self.tools.fleet, self.admission.num_inflight)
+        text = self.tools.figures.render(
+            self.tools.fleet, self.tools.credits, self.admission.num_inflight
+        )
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def fleet(self, request: web.Request) -> web.Response:
@@ -154,6 +156,7 @@ class Routes:
             "detail": self.tools.fleet.detail(view.url),
             "is_draining": view.is_draining,
             "num_inflight": view.num_inflight,
+            "identity": msgspec.to_builtins(view.identity),
         }
 
     async def unknown(self, request: web.Request) -> web.Response:

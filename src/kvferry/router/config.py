@@ -16,6 +16,27 @@ class OnPrefillFailure(enum.StrEnum):
     """The client gets an error."""
     DECODE = "decode"
     """A decode instance computes the prompt itself; counted as ``fallback_decode_only``."""
+    RETRY = "retry"
+    """Push: both legs are begun again, once, with another prefill instance; then as ``DECODE``."""
+
+
+class RouteMode(enum.StrEnum):
+    """How KV is to move, as configured or asked for; the instances decide what is possible."""
+
+    AUTO = "auto"
+    """Push where both chosen instances can, else pull."""
+    PULL = "pull"
+    PUSH = "push"
+    """As ``AUTO``, but the choice is made among those that can push, where there are any."""
+
+
+class DecodeChoice(enum.StrEnum):
+    """When a push's decode instance is chosen; the values are metric labels."""
+
+    EARLY = "early"
+    """Together with the prefill instance: both legs are dispatched at once."""
+    LATE = "late"
+    """By load, once prefill has come some way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +51,20 @@ class RouterConfig:
     cluster_key: bytes | None = None
     """Signs the legs that carry transfer parameters; None leaves them unsigned."""
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.DECODE
+    mode: RouteMode = RouteMode.AUTO
+    """For requests that do not ask for one themselves."""
+    decode_choice: DecodeChoice = DecodeChoice.EARLY
+    decode_choice_progress: float = 0.5
+    """Late choice: the share of the prompt that is computed by then, 0 to 1."""
+    max_outstanding_handoffs: int = 32
+    """Pushes for one decode instance whose prefill is neither admitted nor answered."""
+    queue_timeout_s: float = 30.0
+    """How long a request waits for such a place."""
     request_timeout_s: float = 600.0
     """Bound of a whole request, its stream included."""
     prefill_timeout_s: float = 120.0
-    """Bound of a prefill leg, and of the wait for the first byte of a streamed decode leg."""
+    """Bound of a prefill leg, and of the wait for the first byte of a streamed decode leg, which
+    counts from the end of prefill."""
     connect_timeout_s: float = 5.0
     cancel_timeout_s: float = 5.0
     """Bound of telling the instances that a handoff has ended."""
@@ -58,12 +89,16 @@ class RouterConfig:
             "cancel_timeout_s",
             "health_interval_s",
             "health_timeout_s",
+            "queue_timeout_s",
+            "max_outstanding_handoffs",
             "max_inflight",
             "max_body_bytes",
             "max_answer_bytes",
         ):
             if not getattr(self, option) > 0:
                 raise ConfigError(f"--{option.replace('_', '-')} must be greater than 0")
+        if not 0 <= self.decode_choice_progress <= 1:
+            raise ConfigError("--decode-choice-progress must be 0 to 1")
         if self.shutdown_timeout_s < 0:
             raise ConfigError("--shutdown-timeout-s must not be negative")
         if not 0 <= self.port <= 65_535:

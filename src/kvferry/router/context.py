@@ -31,8 +31,14 @@ class Outcome(enum.StrEnum):
     FALLBACK_DECODE_ONLY = "fallback_decode_only"
     """Answered by a decode instance alone because prefill could not do its part."""
     NO_INSTANCE = "no_instance"
+    NO_CREDIT = "no_credit"
+    """Too many handoffs were under way for every decode instance, for too long."""
     OVERLOADED = "overloaded"
     TIMEOUT = "timeout"
+
+
+GOOD_OUTCOMES = (Outcome.OK, Outcome.FALLBACK_DECODE_ONLY)
+"""The client has got its whole answer."""
 
 
 @dataclass(frozen=True, slots=True)

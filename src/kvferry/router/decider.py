@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvferry.errors import RequestError
 from kvferry.protocol.params import Mode
+from kvferry.router.config import RouteMode
 from kvferry.router.parsing import RequestTraits
+
+MODE_HEADER = "X-KVFerry-Mode"
 
 
 class PlainReason(enum.StrEnum):
@@ -19,6 +23,8 @@ class PlainReason(enum.StrEnum):
     PREFILL_FAILED = "prefill_failed"
     NOTHING_OFFERED = "nothing_offered"
     """Prefill answered without transfer parameters."""
+    NO_RECEIVER = "no_receiver"
+    """Late choice: no decode instance could take a push any more."""
 
     @property
     def is_fallback(self) -> bool:
@@ -34,10 +40,29 @@ class Decision:
     plain_reason: PlainReason | None = None
 
 
-def decide(traits: RequestTraits) -> Decision:
-    """Return how a request with ``traits`` runs."""
+def wanted_mode(header: str | None, configured: RouteMode) -> RouteMode:
+    """Return the mode that a request asks for by header, else the configured one.
+
+    Raises ``RequestError`` for a value that is none.
+    """
+    if header is None:
+        return configured
+    try:
+        return RouteMode(header.strip().lower())
+    except ValueError as error:
+        allowed = ", ".join(RouteMode)
+        raise RequestError(
+            f"{MODE_HEADER} must be one of {allowed}", param=MODE_HEADER, code="invalid_value"
+        ) from error
+
+
+def decide(traits: RequestTraits, *, may_push: bool) -> Decision:
+    """Return how a request with ``traits`` runs.
+
+    ``may_push``: push is wanted, and there are instances that can.
+    """
     if traits.num_prompts > 1:
         return Decision(plain_reason=PlainReason.SEVERAL_PROMPTS)
     if traits.num_choices > 1:
         return Decision(plain_reason=PlainReason.SEVERAL_CHOICES)
-    return Decision(mode=Mode.PULL)
+    return Decision(mode=Mode.PUSH if may_push else Mode.PULL)

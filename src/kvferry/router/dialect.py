@@ -11,18 +11,40 @@ from typing import Protocol
 import msgspec
 
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params
+from kvferry.protocol.params import (
+    KvTransferParams,
+    Mode,
+    OnFailure,
+    PeerAddress,
+    Role,
+    emit_params,
+)
 from kvferry.router.parsing import TRANSFER_FIELD, ParsedBody
 
+PROGRESS_FIELD = "kv_progress"
 _FALSE = msgspec.Raw(b"false")
+_TRUE = msgspec.Raw(b"true")
 _TRANSFER_FIELD_BYTES = TRANSFER_FIELD.encode()
 
 
 class Dialect(Protocol):
     """How one kind of engine is asked for the two legs of a handoff."""
 
-    def prefill_body(self, body: ParsedBody, transfer_id: TransferId, mode: Mode) -> bytes:
-        """Return the body of a prefill leg."""
+    def prefill_body(
+        self,
+        body: ParsedBody,
+        transfer_id: TransferId,
+        mode: Mode,
+        *,
+        wants_progress: bool = False,
+    ) -> bytes:
+        """Return the body of a prefill leg; ``wants_progress``: it may be told on the way."""
+        ...
+
+    def push_params(
+        self, transfer_id: TransferId, peer: PeerAddress, on_failure: OnFailure
+    ) -> msgspec.Raw:
+        """Return the transfer parameters of a decode leg that ``peer`` pushes to."""
         ...
 
     def decode_body(self, body: ParsedBody, offered: msgspec.Raw) -> bytes:
@@ -33,15 +55,29 @@ class Dialect(Protocol):
         """Return the transfer parameters in a prefill answer, None when it has none."""
         ...
 
+    def is_not_needed(self, prefill_answer: bytes) -> bool:
+        """Whether prefill ended early because decode needs nothing of it."""
+        ...
+
 
 _NOTHING = msgspec.Raw(b"")
+_NOT_NEEDED = "not_needed"
 
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = _NOTHING
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _EndedAnswer(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+
+
 _prefill_answer_decoder = msgspec.json.Decoder(_PrefillAnswer)
+_ended_answer_decoder = msgspec.json.Decoder(_EndedAnswer)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -52,7 +88,14 @@ class KvferryDialect:
     token and samples that token as the client asked.
     """
 
-    def prefill_body(self, body: ParsedBody, transfer_id: TransferId, mode: Mode) -> bytes:
+    def prefill_body(
+        self,
+        body: ParsedBody,
+        transfer_id: TransferId,
+        mode: Mode,
+        *,
+        wants_progress: bool = False,
+    ) -> bytes:
         """Return the client's body, unstreamed, with the prefill role."""
         params = KvTransferParams(transfer_id=transfer_id, role=Role.PREFILL, mode=mode)
         # The mode is written although it is the default: an engine reads what it is told.
@@ -62,7 +105,19 @@ class KvferryDialect:
             TRANSFER_FIELD: msgspec.Raw(msgspec.json.encode(emitted)),
         }
         fields.pop("stream_options", None)
+        if wants_progress:
+            fields[PROGRESS_FIELD] = _TRUE
         return msgspec.json.encode(fields)
+
+    def push_params(
+        self, transfer_id: TransferId, peer: PeerAddress, on_failure: OnFailure
+    ) -> msgspec.Raw:
+        """Return the decode role, mode push, who pushes, and what to do when it fails."""
+        params = KvTransferParams(
+            transfer_id=transfer_id, role=Role.DECODE, mode=Mode.PUSH, peer=peer
+        )
+        emitted = {**emit_params(params), "on_failure": on_failure.value}
+        return msgspec.Raw(msgspec.json.encode(emitted))
 
     def decode_body(self, body: ParsedBody, offered: msgspec.Raw) -> bytes:
         """Return the client's body with what prefill offered, byte for byte."""
@@ -75,6 +130,14 @@ class KvferryDialect:
         except (msgspec.DecodeError, RecursionError):
             return None
         return offered if bytes(offered).startswith(b"{") else None
+
+    def is_not_needed(self, prefill_answer: bytes) -> bool:
+        """Whether the answer's choice ended as ``not_needed``."""
+        try:
+            choices = _ended_answer_decoder.decode(prefill_answer).choices
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return any(choice.finish_reason == _NOT_NEEDED for choice in choices)
 
 
 def hide_transfer_params(answer: bytes) -> bytes:

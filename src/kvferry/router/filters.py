@@ -20,6 +20,16 @@ def usable(candidates: Sequence[InstanceView]) -> list[InstanceView]:
     return healthy or [view for view in serving if view.health is Health.SUSPECT]
 
 
+def able_to_push(candidates: Sequence[InstanceView]) -> list[InstanceView]:
+    """Keep those that are known to take part in pushes."""
+    return [view for view in candidates if can_push(view)]
+
+
+def can_push(view: InstanceView) -> bool:
+    """Whether this instance is known to take part in pushes."""
+    return view.identity is not None and view.identity.can_push
+
+
 def excluding(urls: Collection[str]) -> Filter:
     """Return a filter that drops the instances in ``urls``: those that failed this request."""
     return lambda candidates: [view for view in candidates if view.url not in urls]

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.params import Role
+from kvferry.router.identity import InstanceIdentity
 
 
 class Health(enum.StrEnum):
@@ -35,6 +36,8 @@ class InstanceView:
     health: Health
     is_draining: bool
     num_inflight: int
+    identity: InstanceIdentity | None = None
+    """None while it is not known, or may have changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class _Instance:
     health: Health = Health.UNKNOWN
     is_draining: bool = False
     detail: str = "not probed yet"
+    identity: InstanceIdentity | None = None
     num_inflight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     views: dict[Role, InstanceView] = field(default_factory=dict)
     """Made when asked for, dropped when anything in them changes."""
@@ -69,7 +73,12 @@ class _Instance:
         view = self.views.get(role)
         if view is None:
             view = InstanceView(
-                self.url, role, self.health, self.is_draining, self.num_inflight[role]
+                self.url,
+                role,
+                self.health,
+                self.is_draining,
+                self.num_inflight[role],
+                self.identity,
             )
             self.views[role] = view
         return view
@@ -147,10 +156,21 @@ class Fleet:
         return InflightTicket(self._find(url), role)
 
     def set_health(self, url: str, health: Health, detail: str = "") -> None:
-        """Record what a probe found; ``detail`` is for people."""
+        """Record what a probe found; ``detail`` is for people.
+
+        Unless it is healthy, its identity is forgotten: it may be starting anew.
+        """
         instance = self._find(url)
         instance.health = health
         instance.detail = detail
+        if health is not Health.HEALTHY:
+            instance.identity = None
+        instance.views.clear()
+
+    def set_identity(self, url: str, identity: InstanceIdentity | None) -> None:
+        """Record who ``url`` says it is; None when it does not say."""
+        instance = self._find(url)
+        instance.identity = identity
         instance.views.clear()
 
     def report_connection_failure(self, url: str, detail: str) -> None:
@@ -159,6 +179,7 @@ class Fleet:
         if instance.health is Health.HEALTHY:
             instance.health = Health.SUSPECT
             instance.detail = detail
+            instance.identity = None
             instance.views.clear()
             self._on_suspect(url)
 

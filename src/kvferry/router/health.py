@@ -1,4 +1,4 @@
-"""Probes instances: each interval, and at once when one has become suspect.
+"""Probes instances, and asks who they are: each interval, and at once when one is suspect.
 
 Owns one task an instance. What a probe found is recorded in the fleet.
 """
@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 
 from kvferry.observe.log import get_logger
 from kvferry.router.fleet import Fleet, Health
+from kvferry.router.identity import parse_identity
 from kvferry.router.upstream import LegFailedError, Upstream
 
 _log = get_logger(__name__)
@@ -58,7 +59,7 @@ class HealthMonitor:
             await self.probe(url)
 
     async def probe(self, url: str) -> None:
-        """Ask ``GET /health`` once and record the answer.
+        """Ask ``GET /health`` once, and an instance that is well who it is; record the answers.
 
         An instance that refuses or answers anything but 200 is down. One that is merely slow is
         suspect first and down the second time: a busy engine may be late once.
@@ -76,6 +77,28 @@ class HealthMonitor:
             healthy = answer.status == 200
             detail = "" if healthy else f"a probe was answered {answer.status}"
             self._record(url, Health.HEALTHY if healthy else Health.DOWN, detail)
+            if healthy:
+                await self._identify(url)
+
+    async def _identify(self, url: str) -> None:
+        """Ask ``GET /kvferry/instance``; one that does not say is unknown, and well all the same.
+
+        The old identity stands until then, and when the answer is merely late.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._upstream.get(url, "/kvferry/instance", CIMultiDict())
+        except TimeoutError:
+            _log.debug("an instance does not say who it is", extra={"fields": {"instance": url}})
+        except LegFailedError as error:
+            self._fleet.set_identity(url, None)
+            _log.debug(
+                "an instance cannot be asked who it is",
+                extra={"fields": {"instance": url, "detail": str(error)}},
+            )
+        else:
+            identity = parse_identity(answer.body) if answer.status == 200 else None
+            self._fleet.set_identity(url, identity)
 
     def _record(self, url: str, health: Health, detail: str) -> None:
         before = self._fleet.health(url)

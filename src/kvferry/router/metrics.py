@@ -8,8 +8,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.observe.metrics import CONTENT_TYPE, Metrics
-from kvferry.protocol.params import Role
+from kvferry.protocol.params import Mode, Role
+from kvferry.router.config import DecodeChoice
 from kvferry.router.context import Outcome
+from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import PlainReason
 from kvferry.router.fleet import Fleet, Health
 
@@ -55,6 +57,26 @@ class RouterFigures:
             registry=registry,
         )
         self.leg_retries = {role: retries.labels(role.value) for role in Role}
+        handoffs = Counter(
+            "kvferry_router_handoffs",
+            "Handoffs begun, by mode and by when decode is chosen (early, late, after_prefill)",
+            ["mode", "choice"],
+            registry=registry,
+        )
+        self.pulls = handoffs.labels(Mode.PULL.value, "after_prefill")
+        self.pushes = {
+            choice: handoffs.labels(Mode.PUSH.value, choice.value) for choice in DecodeChoice
+        }
+        self.prefills_not_needed = Counter(
+            "kvferry_router_prefills_not_needed",
+            "Pushes whose prefill was ended because decode had all it needed",
+            registry=registry,
+        )
+        self.credit_waits = Counter(
+            "kvferry_router_credit_waits",
+            "Requests that had to wait for a decode instance to take one more handoff",
+            registry=registry,
+        )
         self._legs_failed = Counter(
             "kvferry_router_legs_failed",
             "Legs that an instance failed, by cause",
@@ -90,6 +112,12 @@ class RouterFigures:
             ["instance", "role"],
             registry=registry,
         )
+        self._outstanding = Gauge(
+            "kvferry_router_outstanding_handoffs",
+            "Pushes for a decode instance whose prefill is neither admitted nor answered",
+            ["instance"],
+            registry=registry,
+        )
         self._steps: dict[str, Histogram] = {}
 
     def leg_failed(self, url: str, role: Role, cause: str) -> None:
@@ -103,12 +131,14 @@ class RouterFigures:
             bound = self._steps[step] = self._step_s.labels(step)
         bound.observe(seconds)
 
-    def render(self, fleet: Fleet, num_inflight: int) -> bytes:
-        """Return all metrics as Prometheus' text; gauges are taken from ``fleet`` now."""
+    def render(self, fleet: Fleet, credits: HandoffCredits, num_inflight: int) -> bytes:
+        """Return all metrics as Prometheus' text; gauges are as they stand now."""
         self._group.inflight.set(num_inflight)
         snapshot = fleet.snapshot()
         for view in (*snapshot.prefill, *snapshot.decode):
             healthy = 1 if view.health is Health.HEALTHY else 0
             self._group.instance_healthy.labels(view.url, view.role.value).set(healthy)
             self._instance_inflight.labels(view.url, view.role.value).set(view.num_inflight)
+        for view in snapshot.decode:
+            self._outstanding.labels(view.url).set(credits.num_outstanding(view.url))
         return self._metrics.render()

@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 class Pipeline:
-    """The steps of a request: parse, decide, prefill, decode; then the account of it."""
+    """The steps of a request: parse, decide, push, prefill, decode; then the account of it."""
 
     def __init__(self, steps: Sequence[Step], tools: StepTools, clock: Clock) -> None:
         self._steps = tuple(steps)
@@ -82,9 +82,7 @@ class Pipeline:
     def _account(self, context: RequestContext) -> None:
         """Count the outcome, and end a handoff that nobody else will."""
         figures = self._tools.figures
-        if context.transfer is not None:
-            self._tools.cleanup.cancel(context.transfer)
-            context.transfer = None
+        self._tools.end_transfer(context)
         outcome = context.outcome
         if outcome is None:  # A step failed in a way that none should.
             outcome = Outcome.DECODE_FAILED if context.is_prefill_done else Outcome.PREFILL_FAILED

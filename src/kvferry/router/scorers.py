@@ -20,6 +20,11 @@ def fewest_inflight(view: InstanceView) -> float:
     return -float(view.num_inflight)
 
 
+def most_free_blocks(view: InstanceView) -> float:
+    """Prefer the instance with the largest free share of its pool, when it was last asked."""
+    return view.identity.free_share if view.identity is not None else 0.0
+
+
 def best_scored(
     candidates: Sequence[InstanceView], scorers: Sequence[Scorer]
 ) -> Sequence[InstanceView]:

@@ -20,15 +20,19 @@ from kvferry.protocol.params import Role
 from kvferry.router.admission import Admission
 from kvferry.router.app import Routes
 from kvferry.router.cleanup import TransferCleanup
-from kvferry.router.config import RouterConfig
+from kvferry.router.config import DecodeChoice, RouterConfig
+from kvferry.router.credits import HandoffCredits
 from kvferry.router.decode_step import DecodeStep
 from kvferry.router.dialect import KvferryDialect
+from kvferry.router.filters import able_to_push, usable
 from kvferry.router.fleet import Fleet
 from kvferry.router.health import HealthMonitor
 from kvferry.router.metrics import RouterFigures
 from kvferry.router.picker import ChoicePolicy
 from kvferry.router.pipeline import Pipeline
 from kvferry.router.prefill_step import PrefillStep
+from kvferry.router.push_step import PushStep
+from kvferry.router.scorers import fewest_inflight, most_free_blocks
 from kvferry.router.signer import Signer
 from kvferry.router.steps import DecideStep, ParseStep, StepTools
 from kvferry.router.upstream import Upstream
@@ -93,6 +97,7 @@ class Router:
         )
         tools = StepTools(
             config=config,
+            clock=self._clock,
             fleet=self.fleet,
             upstream=upstream,
             signer=signer,
@@ -100,12 +105,15 @@ class Router:
             figures=figures,
             dialect=KvferryDialect(),
             policies={role: ChoicePolicy() for role in Role},
+            push_policies=_push_policies(config.decode_choice),
+            credits=HandoffCredits(config.max_outstanding_handoffs),
         )
         steps = (
             ParseStep(tools),
             DecideStep(tools),
+            PushStep(tools),
             PrefillStep(tools),
-            DecodeStep(tools, self._clock),
+            DecodeStep(tools),
         )
         pipeline = Pipeline(steps, tools, self._clock)
         return Routes(tools=tools, pipeline=pipeline, admission=self.admission, clock=self._clock)
@@ -146,6 +154,20 @@ class Router:
             await self._cleanup.close()
         if self._upstream is not None:
             await self._upstream.close()
+
+
+def _push_policies(choice: DecodeChoice) -> dict[Role, ChoicePolicy]:
+    """Return how instances are chosen for pushes: in turn, or a late decode instance by load.
+
+    Legs in flight count before free blocks, whose share is below one.
+    """
+    among = (able_to_push, usable)
+    policies = {role: ChoicePolicy(filters=among) for role in Role}
+    if choice is DecodeChoice.LATE:
+        policies[Role.DECODE] = ChoicePolicy(
+            filters=among, scorers=(fewest_inflight, most_free_blocks)
+        )
+    return policies
 
 
 async def serve(config: RouterConfig, ready_file: Path | None) -> None:

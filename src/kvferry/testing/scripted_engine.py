@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,8 @@ class Script:
     extra_params: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the offered transfer parameters."""
     offers: bool = True
+    progress: tuple[tuple[int, int], ...] = ()
+    """A prefill leg that asks for progress is streamed: (computed, all) tokens, then its answer."""
     before_headers: asyncio.Event | None = None
     """Nothing is answered until it is set."""
     before_event: Mapping[int, asyncio.Event] = field(default_factory=dict)
@@ -81,11 +83,19 @@ class ScriptedEngine:
         """Scripts for the next requests, whatever their role, before the two above."""
         self.health_status = 200
         self.health_gate: asyncio.Event | None = None
+        self.capabilities: tuple[str, ...] | None = None
+        """What it says it can do; None: it does not say who it is."""
+        self.epoch = 1
+        self.num_blocks = 100
+        self.num_free_blocks = 100
+        self.num_identity_asks = 0
         self.received: list[Received] = []
         self.ended: list[str] = []
         """Transfer ids that it was told to end."""
         self.delete_headers: list[Mapping[str, str]] = []
         self.held: set[str] = set()
+        self.registered: set[str] = set()
+        """Pushes that a decode leg waits for, or has waited for, here."""
         self.num_left = 0
         """Requests whose sender left before the end."""
         self.num_probes = 0
@@ -109,6 +119,7 @@ class ScriptedEngine:
         for path in _COMPLETION_PATHS:
             app.router.add_post(path, self._complete)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/kvferry/instance", self._identify)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_delete("/kvferry/transfers/{transfer_id}", self._end)
@@ -159,6 +170,25 @@ class ScriptedEngine:
             await self.health_gate.wait()
         return web.Response(status=self.health_status)
 
+    async def _identify(self, request: web.Request) -> web.Response:
+        del request
+        self.num_identity_asks += 1
+        self._changed.set()
+        if self.capabilities is None:
+            return web.Response(status=404)
+        return web.json_response(
+            {
+                "instance_id": self.name,
+                "epoch": self.epoch,
+                "control_address": "tcp://127.0.0.1:1",
+                "fingerprint": "00",
+                "capabilities": self.capabilities,
+                "num_blocks": self.num_blocks,
+                "num_free_blocks": self.num_free_blocks,
+                "num_requests_running": 0,
+            }
+        )
+
     async def _models(self, request: web.Request) -> web.Response:
         del request
         return web.json_response({"object": "list", "data": [{"id": self.name}]})
@@ -207,11 +237,20 @@ class ScriptedEngine:
             body = script.body if script.body is not None else b'{"error": {"message": "no"}}'
             return _whole(body, script)
         if received.role == "prefill":
+            if received.body.get("kv_progress") and script.progress:
+                return await self._stream(request, script, self._progress(received, script))
             return _whole(self._offer(received, script), script)
         self._read_from_peer(received)
         if received.body.get("stream"):
-            return await self._stream(request, script)
+            return await self._stream(request, script, script.events)
         return _whole(DEFAULT_ANSWER if script.body is None else script.body, script)
+
+    def _progress(self, received: Received, script: Script) -> Iterator[bytes]:
+        for num_computed, num_all in script.progress:
+            told = {"num_computed_tokens": num_computed, "num_prompt_tokens": num_all}
+            yield b"data: " + json.dumps({"kv_progress": told}).encode() + b"\n\n"
+        yield b"data: " + self._offer(received, script) + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     def _offer(self, received: Received, script: Script) -> bytes:
         if script.body is not None:
@@ -219,7 +258,8 @@ class ScriptedEngine:
         answer: dict[str, Any] = {"object": "text_completion", "choices": []}
         if script.offers and received.params is not None:
             transfer_id = received.params["transfer_id"]
-            self.held.add(transfer_id)
+            if transfer_id not in self.registered:
+                self.held.add(transfer_id)
             answer["kv_transfer_params"] = {
                 "transfer_id": transfer_id,
                 "role": "decode",
@@ -239,14 +279,19 @@ class ScriptedEngine:
             return
         peer = self._peers.get(received.params["peer"]["instance_id"])
         if peer is not None:
+            if received.params.get("mode") == "push":
+                peer.registered.add(received.params["transfer_id"])
             peer.held.discard(received.params["transfer_id"])
 
-    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, script: Script, events: Iterable[bytes]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", **script.headers}
         )
         await response.prepare(request)
-        for number, event in enumerate(script.events):
+        number = -1
+        for number, event in enumerate(events):
             gate = script.before_event.get(number)
             if gate is not None:
                 await gate.wait()
@@ -255,7 +300,7 @@ class ScriptedEngine:
             if script.pause_s and number:
                 await asyncio.sleep(script.pause_s)
             await response.write(event)
-        if script.reset_after_events == len(script.events):
+        if script.reset_after_events == number + 1:
             return _cut(request, response)
         await response.write_eof()
         return response

@@ -82,7 +82,7 @@ def test_choice_may_use_a_suspect_when_the_healthy_one_has_failed() -> None:
 def test_one_sequence_is_split(
     traits: RequestTraits, mode: Mode | None, reason: PlainReason | None
 ) -> None:
-    decision = decide(traits)
+    decision = decide(traits, may_push=False)
     assert (decision.mode, decision.plain_reason) == (mode, reason)
 
 

@@ -1,0 +1,54 @@
+"""Who an instance says it is, from its ``GET /kvferry/instance``. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.ids import Epoch, InstanceId
+from kvferry.protocol.params import Mode, PeerAddress
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of an instance, where its peers find it, and its pool when it was asked."""
+
+    instance_id: Annotated[InstanceId, Meta(min_length=1)]
+    epoch: Annotated[Epoch, Meta(ge=0)]
+    control_address: Annotated[str, Meta(min_length=1)]
+    """ZeroMQ endpoint of its control port."""
+    capabilities: tuple[str, ...] = ()
+    num_blocks: _Count = 0
+    num_free_blocks: _Count = 0
+
+    @property
+    def can_push(self) -> bool:
+        """Whether it takes part in handoffs by push."""
+        return Mode.PUSH.value in self.capabilities
+
+    @property
+    def free_share(self) -> float:
+        """Free blocks as a share of the pool, 0 to 1; 0 where the pool is not known."""
+        return min(1.0, self.num_free_blocks / self.num_blocks) if self.num_blocks else 0.0
+
+    @property
+    def peer(self) -> PeerAddress:
+        """How another instance is told of this one."""
+        return PeerAddress(self.instance_id, self.epoch, self.control_address)
+
+
+_decoder = msgspec.json.Decoder(InstanceIdentity)
+
+
+def parse_identity(answer: bytes) -> InstanceIdentity | None:
+    """Return the identity in an answer, None when there is none that could be used.
+
+    Fields unknown here are ignored: a newer instance may say more.
+    """
+    try:
+        return _decoder.decode(answer)
+    except (msgspec.DecodeError, RecursionError):
+        return None
