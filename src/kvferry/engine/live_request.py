@@ -94,6 +94,12 @@ class LiveRequest:
         return transfer is not None and transfer.mode is Mode.PUSH
 
     @property
+    def receive_mode(self) -> str:
+        """The mode of the receive that this request is for; empty if it is for none."""
+        transfer = self.transfer_as(Role.DECODE)
+        return "" if transfer is None else transfer.mode.value
+
+    @property
     def must_not_recompute(self) -> bool:
         """Whether a receive that fails now ends the request: nothing was answered yet."""
         transfer = self.transfer_as(Role.DECODE)
@@ -128,6 +134,7 @@ class LiveRequest:
             num_computed_prompt_tokens=self.num_computed_prompt_tokens,
             num_received_bytes=self.num_received_bytes,
             transport=self.transport,
+            mode=self.receive_mode,
             receive_outcome=self.receive_outcome,
             num_preemptions=self.num_preemptions,
         )

@@ -78,6 +78,8 @@ class RequestReport:
     num_computed_prompt_tokens: int = 0
     num_received_bytes: int = 0
     transport: str = ""
+    mode: str = ""
+    """Role decode: by which mode KV was to come, ``pull`` or ``push``."""
     receive_outcome: str = ""
     num_preemptions: int = 0
 
