@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvferry.connector.pull import RECEIVER, SENDER
+from kvferry.connector.push import PUSH_RECEIVER, PUSH_SENDER
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- tables:begin -->"
@@ -21,7 +22,7 @@ def render(page: str) -> str:
     _, _, tail = rest.partition(END)
     sections = [
         f"### The {table.name}\n\n```mermaid\n{table.to_mermaid()}\n```\n\n{table.to_markdown()}"
-        for table in (RECEIVER, SENDER)
+        for table in (RECEIVER, SENDER, PUSH_RECEIVER, PUSH_SENDER)
     ]
     return f"{head}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{tail}"
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from kvferry.protocol.first_token import FirstToken, TokenLogprob
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
+    Admitted,
     Declined,
     DeclineReason,
+    Failed,
+    FailureReason,
+    FirstTokenReady,
     Granted,
     Hello,
     HelloReply,
     InstanceInfo,
     InstanceQuery,
     Message,
+    Posting,
+    Quiet,
+    Register,
+    Registered,
     Release,
     Released,
     ReleaseOutcome,
     Renew,
     Renewed,
+    Written,
 )
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
@@ -49,6 +59,21 @@ layouts = st.builds(
     num_regions=sizes,
     kv_scales_digest=st.just("") | names,
     tensor_parallel_size=sizes,
+)
+
+block_numbers = st.lists(st.integers(0, 2**31 - 1).map(BlockNumber), min_size=1, max_size=20).map(
+    tuple
+)
+logprobs = st.builds(
+    TokenLogprob,
+    logprob=st.floats(-100, 0),
+    top=st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0)), max_size=3).map(tuple),
+)
+first_tokens = st.builds(
+    FirstToken,
+    token_id=st.integers(0, 2**32 - 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    logprob=st.none() | logprobs,
 )
 
 
@@ -86,7 +111,47 @@ messages: st.SearchStrategy[Message] = st.one_of(
         block_digests=st.lists(digests, max_size=3).map(tuple),
     ),
     st.builds(Renew, transfer_id=transfer_ids, holder_epoch=epochs, duration_s=durations),
-    st.builds(Renewed, duration_s=durations),
+    st.builds(Renewed, duration_s=durations, is_admitted=st.booleans()),
+    st.builds(
+        Register,
+        instance_id=instance_ids,
+        epoch=epochs,
+        holder_epoch=epochs,
+        transfer_id=transfer_ids,
+        generation=counts,
+        num_tokens=counts,
+        digest=digests,
+        first_block=counts,
+        blocks=block_numbers,
+        timeout_s=durations,
+    ),
+    st.builds(Registered, generation=counts),
+    st.builds(Admitted, transfer_id=transfer_ids),
+    st.builds(Posting, transfer_id=transfer_ids, generation=counts),
+    st.builds(
+        FirstTokenReady,
+        transfer_id=transfer_ids,
+        first_token=first_tokens,
+        prefill_end_s=st.none() | durations,
+    ),
+    st.builds(
+        Written,
+        transfer_id=transfer_ids,
+        generation=counts,
+        first_block=counts,
+        num_blocks=counts,
+        num_tokens=counts,
+        first_token=first_tokens,
+        prefill_end_s=st.none() | durations,
+    ),
+    st.builds(
+        Failed,
+        transfer_id=transfer_ids,
+        reason=st.sampled_from(FailureReason),
+        is_quiet=st.booleans(),
+        detail=st.text(st.characters(codec="utf-8"), max_size=1024),
+    ),
+    st.builds(Quiet, transfer_id=transfer_ids, generation=counts),
     st.builds(
         Release,
         instance_id=instance_ids,
@@ -95,7 +160,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         holder_epoch=epochs,
         outcome=st.sampled_from(ReleaseOutcome),
     ),
-    st.just(Released()),
+    st.builds(Released, is_quiet=st.booleans()),
     st.builds(
         Declined,
         reason=st.sampled_from(DeclineReason),

@@ -72,6 +72,11 @@ def test_every_decline_reason_and_release_outcome_is_described() -> None:
     assert set(re.findall(r"\w+", outcome[2])) == {o.value for o in messages.ReleaseOutcome}
 
 
+def test_every_failure_reason_is_described() -> None:
+    reasons = [row[0] for row in table(section("Messages"), "failure reason")]
+    assert reasons == [reason.value for reason in messages.FailureReason]
+
+
 def test_defaults_are_described() -> None:
     described = {
         (row[0], row[1])
