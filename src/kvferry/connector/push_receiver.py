@@ -262,9 +262,9 @@ class PushReceiver:
         return self._step(fill, FillEvent.FIRST_TOKEN)
 
     def _on_written(self, fill: Fill, notice: Written) -> list[Effect]:
-        if notice.generation != fill.generation:
-            return []
         effects = self._on_first_token(fill, PrefillEnd(notice.first_token, notice.prefill_end_s))
+        if notice.generation != fill.generation:
+            return effects
         if fill.state is FillState.QUARANTINED:
             return effects + self._on_quiet(fill, notice.generation)
         expected = (fill.first_block, len(fill.blocks), fill.prompt.num_tokens)

@@ -15,11 +15,21 @@ from kvferry.connector.pull import (
     ReceiveEvent,
     ReceiveState,
 )
+from kvferry.connector.push import (
+    PUSH_RECEIVER,
+    PUSH_SENDER,
+    FillAction,
+    FillEvent,
+    FillState,
+    SendEvent,
+    SendState,
+)
 
 AnyTable = Table[StrEnum, StrEnum, StrEnum]
+TABLES = [RECEIVER, SENDER, PUSH_RECEIVER, PUSH_SENDER]
 
 
-@pytest.mark.parametrize("table", [RECEIVER, SENDER])
+@pytest.mark.parametrize("table", TABLES)
 def test_every_state_is_reachable_and_leads_to_the_end(table: AnyTable) -> None:
     successors: dict[StrEnum, set[StrEnum]] = {}
     for (state, _), rule in table.rules.items():
@@ -40,7 +50,7 @@ def test_every_state_is_reachable_and_leads_to_the_end(table: AnyTable) -> None:
     assert all(table.final in reachable(state) for state in states)
 
 
-@pytest.mark.parametrize("table", [RECEIVER, SENDER])
+@pytest.mark.parametrize("table", TABLES)
 def test_every_event_and_action_is_used(table: AnyTable) -> None:
     events = [event for _, event in table.rules]
     assert set(events) == set(type(events[0]))
@@ -60,6 +70,21 @@ def test_a_held_offer_that_closes_gives_its_hold_back_once() -> None:
     for (state, _), rule in SENDER.rules.items():
         closes = state is SENDER.initial and rule.next_state is SENDER.final
         assert closes == (OfferAction.RELEASE_HOLD in rule.actions)
+
+
+def test_registered_blocks_are_dropped_only_when_nothing_can_land() -> None:
+    quiet = {FillEvent.WRITTEN, FillEvent.DECLINED, FillEvent.FAILED_QUIET, FillEvent.QUIET}
+    for (state, event), rule in PUSH_RECEIVER.rules.items():
+        gives_back = {FillAction.DROP_BLOCKS, FillAction.LEAVE_QUARANTINE} & set(rule.actions)
+        if state in (FillState.FILLING, FillState.QUARANTINED) and gives_back:
+            assert event in quiet
+
+
+def test_a_sender_that_may_have_posted_closes_only_when_all_is_terminal() -> None:
+    posting = {SendState.FOLLOWING, SendState.FLUSHING, SendState.DRAINING}
+    for (state, event), rule in PUSH_SENDER.rules.items():
+        if state in posting and rule.next_state is SendState.CLOSED:
+            assert event in (SendEvent.ALL_WRITTEN, SendEvent.DRAINED)
 
 
 def test_a_pair_without_a_rule_changes_nothing() -> None:

@@ -1,0 +1,275 @@
+"""Pushes that are received: what is registered, what is reported, what stays in quarantine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.effects import (
+    ContactPeer,
+    DisconnectPeer,
+    Effect,
+    NotifyEngine,
+    SendRegister,
+    SendRelease,
+    SendRenew,
+    StartProgress,
+    StopProgress,
+)
+from kvferry.connector.events import (
+    Noticed,
+    PeerLost,
+    PeerQuiet,
+    RegisterAnswered,
+    ReleaseAnswered,
+    RenewAnswered,
+)
+from kvferry.connector.ports import PrefillEnd, ReceiveOutcome
+from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.protocol.first_token import FirstToken
+from kvferry.protocol.ids import BlockNumber, Epoch
+from kvferry.protocol.messages import (
+    Admitted,
+    Declined,
+    DeclineReason,
+    Failed,
+    FailureReason,
+    FirstTokenReady,
+    Notice,
+    Posting,
+    Quiet,
+    ReleaseOutcome,
+    Renewed,
+    Written,
+)
+from kvferry.protocol.params import Mode
+from tests.integration.exchange_pair import LAYOUT
+from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, make_world
+
+TOKEN = FirstToken(7, 1)
+WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN)
+
+
+def begin(world: World) -> None:
+    effects = world.planner.begin_receive(TRANSFER, PEER, PROMPT, Mode.PUSH)
+    assert effects == [ContactPeer(PEER), SendRenew(PEER, TRANSFER, 30.0)]
+
+
+def start(world: World) -> list[BlockNumber]:
+    begin(world)
+    blocks = world.pool.allocate(3)
+    (register,) = world.planner.receive(TRANSFER, blocks, 0)
+    assert isinstance(register, SendRegister)
+    assert (register.generation, register.blocks) == (0, tuple(blocks))
+    return blocks
+
+
+def notice(world: World, what: Notice) -> list[Effect]:
+    return world.planner.handle(Noticed(TRANSFER, PEER, what))
+
+
+def only_outcome(world: World) -> ReceiveOutcome:
+    (result,) = world.planner.take_results()
+    return result.outcome
+
+
+def test_a_push_is_progressed_while_posted_and_reported_when_written(world: World) -> None:
+    blocks = start(world)
+    assert notice(world, Posting(TRANSFER, 0)) == [StartProgress(PEER, TRANSFER)]
+    assert notice(world, FirstTokenReady(TRANSFER, TOKEN)) == [NotifyEngine()]
+    (arrival,) = world.planner.take_first_tokens()
+    assert arrival.end == PrefillEnd(TOKEN)
+    assert notice(world, FirstTokenReady(TRANSFER, TOKEN)) == []
+    assert notice(world, WRITTEN) == [
+        StopProgress(PEER, TRANSFER),
+        SendRelease(PEER, TRANSFER, ReleaseOutcome.READ),
+        NotifyEngine(),
+    ]
+    (result,) = world.planner.take_results()
+    assert (result.outcome, result.num_bytes) == (
+        ReceiveOutcome.RECEIVED,
+        3 * LAYOUT.block_bytes,
+    )
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_a_first_token_whose_notice_was_lost_comes_with_the_end(world: World) -> None:
+    blocks = start(world)
+    notice(world, WRITTEN)
+    assert [a.end.first_token for a in world.planner.take_first_tokens()] == [TOKEN]
+    world.pool.drop(blocks)
+    world.planner.take_results()
+    world.assert_idle()
+
+
+def test_a_notice_from_another_peer_or_generation_is_ignored(world: World) -> None:
+    blocks = start(world)
+    other = type(PEER)(PEER.instance_id, Epoch(99), PEER.control_address)
+    assert world.planner.handle(Noticed(TRANSFER, other, WRITTEN)) == []
+    assert notice(world, Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN)) == []
+    assert notice(world, Posting(TRANSFER, 1)) == []
+    notice(world, WRITTEN)
+    world.pool.drop(blocks)
+    assert only_outcome(world) is ReceiveOutcome.RECEIVED
+    world.assert_idle()
+
+
+def test_other_positions_than_were_registered_are_not_used(world: World) -> None:
+    blocks = start(world)
+    notice(world, Written(TRANSFER, 0, 1, 2, PROMPT.num_tokens, TOKEN))
+    assert only_outcome(world) is ReceiveOutcome.FAILED
+    world.pool.drop(blocks)
+    assert world.planner.snapshot().num_blocks_quarantined == 3
+    notice(world, Quiet(TRANSFER, 0))
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        (FailureReason.ABORTED, ReceiveOutcome.GONE),
+        (FailureReason.MISMATCH, ReceiveOutcome.MISMATCH),
+        (FailureReason.EXPIRED, ReceiveOutcome.EXPIRED),
+        (FailureReason.PRESSURE, ReceiveOutcome.DECLINED),
+        (FailureReason.TRANSPORT, ReceiveOutcome.FAILED),
+    ],
+)
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_failed_sender_frees_the_request_at_once_and_the_blocks_when_quiet(
+    world: World, reason: FailureReason, outcome: ReceiveOutcome, is_quiet: bool
+) -> None:
+    blocks = start(world)
+    notice(world, Failed(TRANSFER, reason, is_quiet))
+    assert only_outcome(world) is outcome
+    world.pool.drop(blocks)
+    if not is_quiet:
+        assert world.pool.num_free == 13
+        assert notice(world, Quiet(TRANSFER, 0)) == [StopProgress(PEER, TRANSFER)]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_a_lost_sender_is_reported_and_its_blocks_wait_for_proof(
+    world: World, has_blocks: bool
+) -> None:
+    blocks = start(world) if has_blocks else []
+    if not has_blocks:
+        begin(world)
+    world.planner.handle(PeerLost(TRANSFER, ReceiveOutcome.UNREACHABLE, "silent"))
+    assert only_outcome(world) is ReceiveOutcome.UNREACHABLE
+    world.pool.drop(blocks)
+    if has_blocks:
+        world.clock.advance(5.0)
+        assert DisconnectPeer(PEER) in world.planner.tick()
+        assert world.pool.num_free == 13
+        world.planner.handle(PeerQuiet(TRANSFER))
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_an_abort_while_filling_waits_for_the_senders_word(world: World, is_quiet: bool) -> None:
+    blocks = start(world)
+    effects = world.planner.end_receive(TRANSFER, needed=True)
+    assert SendRelease(PEER, TRANSFER, ReleaseOutcome.CANCELLED) in effects
+    world.pool.drop(blocks)
+    assert world.planner.snapshot().num_blocks_quarantined == 3
+    world.planner.handle(ReleaseAnswered(TRANSFER, is_quiet))
+    if not is_quiet:
+        assert world.planner.snapshot().num_blocks_quarantined == 3
+        notice(world, WRITTEN)
+    assert world.planner.take_results() == []
+    world.assert_idle()
+
+
+def test_an_abort_without_blocks_tells_the_sender(world: World) -> None:
+    begin(world)
+    assert world.planner.end_receive(TRANSFER, needed=False) == [
+        SendRelease(PEER, TRANSFER, ReleaseOutcome.NOT_NEEDED)
+    ]
+    world.assert_idle()
+
+
+def test_blocks_given_back_are_quiet_once_the_next_generation_is_obeyed(world: World) -> None:
+    blocks = start(world)
+    was_given_back, _ = world.planner.give_back(TRANSFER)
+    assert was_given_back
+    world.pool.drop(blocks)
+    assert world.pool.num_free == 13
+    others = world.pool.allocate(3)
+    (register,) = world.planner.receive(TRANSFER, others, 0)
+    assert isinstance(register, SendRegister)
+    assert register.generation == 1
+    assert notice(world, WRITTEN) == [NotifyEngine()]  # its first token; the blocks are old ones
+    notice(world, Quiet(TRANSFER, 0))
+    assert world.pool.num_free == 13
+    notice(world, Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN))
+    assert only_outcome(world) is ReceiveOutcome.RECEIVED
+    world.pool.drop(others)
+    world.assert_idle()
+
+
+def test_what_has_ended_cannot_be_given_back(world: World) -> None:
+    begin(world)
+    assert world.planner.give_back(TRANSFER) == (False, [])
+    world.planner.end_receive(TRANSFER, needed=False)
+    assert world.planner.give_back(TRANSFER) == (False, [])
+
+
+def test_a_declined_registration_gives_the_blocks_back(world: World) -> None:
+    blocks = start(world)
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH, "")))
+    assert only_outcome(world) is ReceiveOutcome.MISMATCH
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_heartbeats_bound_the_wait_for_a_sender_that_forgot(world: World) -> None:
+    blocks = start(world)
+    gone = RenewAnswered(TRANSFER, Declined(DeclineReason.GONE, "who?"))
+    assert world.planner.handle(gone) == []  # the prefill leg may be on its way
+    world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0)))
+    world.planner.handle(gone)
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.pool.drop(blocks)
+    notice(world, Quiet(TRANSFER, 0))
+    world.assert_idle()
+
+
+def test_a_heartbeat_is_sent_every_second_until_the_end(world: World) -> None:
+    blocks = start(world)
+    for _ in range(3):
+        world.clock.advance(1.0)
+        assert world.planner.tick() == [SendRenew(PEER, TRANSFER, 30.0)]
+    notice(world, WRITTEN)
+    world.clock.advance(1.0)
+    assert world.planner.tick() == []
+    world.pool.drop(blocks)
+
+
+def test_after_the_first_token_the_blocks_must_come_in_time(world: World) -> None:
+    blocks = start(world)
+    world.clock.advance(100.0)
+    notice(world, FirstTokenReady(TRANSFER, TOKEN))
+    world.clock.advance(10.0)
+    world.planner.tick()
+    assert only_outcome(world) is ReceiveOutcome.SLOW
+    world.pool.drop(blocks)
+    notice(world, Quiet(TRANSFER, 0))
+    world.assert_idle()
+
+
+def test_registrations_before_admission_have_a_share_only() -> None:
+    world = make_world(num_blocks=16, max_registered_share=0.25)
+    begin(world)
+    assert world.planner.may_receive(TRANSFER, 4)
+    assert not world.planner.may_receive(TRANSFER, 5)
+    assert notice(world, Admitted(TRANSFER)) == [NotifyEngine()]
+    assert world.planner.may_receive(TRANSFER, 16)
+
+
+def test_misuse_by_the_engine_is_told(world: World) -> None:
+    start(world)
+    with pytest.raises(LocalProtocolError, match="under way"):
+        world.planner.receive(TRANSFER, [], 0)
+    with pytest.raises(RequestError, match="already being received"):
+        world.planner.begin_receive(TRANSFER, PEER, PROMPT, Mode.PUSH)
