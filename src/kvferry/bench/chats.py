@@ -1,4 +1,4 @@
-"""Chats of growing length through a router, each compared with one plain instance.
+"""Chats of growing length through a router, by each mode, compared with one plain instance.
 
 Owns what is asked and what counts as right; prints nothing.
 """
@@ -19,7 +19,8 @@ _TOWNS = ("Bergen", "Cork", "Dover", "Esbjerg", "Gdansk", "Hull", "Izmir")
 class ChatPlan:
     """Which chats: ``notes[i]`` lines of logbook before the question of chat i."""
 
-    notes: tuple[int, ...] = (3, 8, 24, 80)
+    notes: tuple[int, ...] = (3, 20, 80)
+    modes: tuple[str, ...] = ("pull", "push")
     max_tokens: int = 24
     least_longest_tokens: int = 2001
     """The longest prompt must have this many tokens."""
@@ -29,11 +30,14 @@ class ChatPlan:
 class ChatRow:
     """One chat through the router. Durations in seconds."""
 
+    mode: str
     num_prompt_tokens: int
     ttft_s: float
     second_gap_s: float
     num_received_bytes: int
     transport: str
+    moved_by: str
+    """The mode that the decode instance reports."""
     outcome: str
     is_same: bool
     """Whether one plain instance gave the same tokens."""
@@ -41,10 +45,13 @@ class ChatRow:
 
     def complaint(self) -> str | None:
         """What is wrong with this chat, if anything."""
+        chat = f"{self.num_prompt_tokens} prompt tokens by {self.mode}"
         if not self.is_same:
-            return f"{self.num_prompt_tokens} prompt tokens: one plain instance gave other tokens"
+            return f"{chat}: one plain instance gave other tokens"
         if self.num_received_bytes == 0:
-            return f"{self.num_prompt_tokens} prompt tokens: no KV was moved: {self.outcome or '-'}"
+            return f"{chat}: no KV was moved: {self.outcome or '-'}"
+        if self.moved_by != self.mode:
+            return f"{chat}: KV was moved by {self.moved_by or 'no mode'}"
         return None
 
 
@@ -74,8 +81,8 @@ async def run_chats(
 ) -> list[ChatRow]:
     """Chat through ``router_url``, repeat each chat on the instance at ``plain_url``, compare.
 
-    The plain instance gets the chat under another cache salt, so that it computes everything anew.
-    Raises ``MeasurementError`` if an answer is broken.
+    Every answer to one chat is under a cache salt of its own, so that each computes everything
+    anew. Raises ``MeasurementError`` if an answer is broken.
     """
     rows = []
     for number, num_notes in enumerate(plan.notes):
@@ -84,26 +91,31 @@ async def run_chats(
             "max_tokens": plan.max_tokens,
             "temperature": 0,
         }
-        moved = await client.stream(f"{router_url}/v1/chat/completions", body)
+        url = "/v1/chat/completions"
         salted = {**body, "cache_salt": f"plain-{number}"}
-        plain = await client.stream(f"{plain_url}/v1/chat/completions", salted)
-        rows.append(_row(moved, plain))
-        on_row(rows[-1])
+        plain = await client.stream(f"{plain_url}{url}", salted)
+        for mode in plan.modes:
+            salted = {**body, "cache_salt": f"{mode}-{number}"}
+            moved = await client.stream(f"{router_url}{url}", salted, mode=mode)
+            rows.append(_row(mode, moved, plain))
+            on_row(rows[-1])
     return rows
 
 
-def _row(moved: StreamedAnswer, plain: StreamedAnswer) -> ChatRow:
+def _row(mode: str, moved: StreamedAnswer, plain: StreamedAnswer) -> ChatRow:
     if moved.report is None or plain.report is None:
         raise MeasurementError("an answer has no kv_report")
     if plain.report.num_cached_tokens or plain.report.num_received_bytes:
         raise MeasurementError("the plain instance did not compute the whole prompt by itself")
     has_second = len(moved.token_ids) > 1
     return ChatRow(
+        mode=mode,
         num_prompt_tokens=moved.report.num_prompt_tokens,
         ttft_s=moved.ttft_s,
         second_gap_s=moved.second_gap_s if has_second else 0.0,
         num_received_bytes=moved.report.num_received_bytes,
         transport=moved.report.transport,
+        moved_by=moved.report.mode,
         outcome=moved.report.receive_outcome,
         is_same=moved.token_ids == plain.token_ids,
         text=moved.text,

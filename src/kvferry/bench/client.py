@@ -6,7 +6,7 @@ Knows OpenAI's streaming format and the two extensions ``return_token_ids`` and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -17,6 +17,8 @@ from kvferry.errors import MeasurementError
 
 _END = b"[DONE]"
 _MAX_ERROR_CHARS = 500
+MODE_HEADER = "X-KVFerry-Mode"
+"""Tells a router how the KV of this one request moves."""
 
 
 class KvReport(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ class KvReport(msgspec.Struct, frozen=True):
     num_computed_prompt_tokens: int = 0
     num_received_bytes: int = 0
     transport: str = ""
+    mode: str = ""
+    """How the KV was to come from a peer, ``pull`` or ``push``; empty if it was not."""
     receive_outcome: str = ""
     num_preemptions: int = 0
 
@@ -91,8 +95,9 @@ class StreamedAnswer:
 class _Collector:
     """Puts an answer together from its events."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, on_token: Callable[[float], None]) -> None:
         self._url = url
+        self._on_token = on_token
         self.token_ids: list[int] = []
         self.times_s: list[float] = []
         self.texts: list[str] = []
@@ -114,6 +119,7 @@ class _Collector:
         for token_id in choice.token_ids or ():
             self.token_ids.append(token_id)
             self.times_s.append(now_s)
+            self._on_token(now_s)
         self.texts.append(choice.text or (choice.delta.content if choice.delta else None) or "")
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.report = choice.kv_report or self.report
@@ -126,16 +132,26 @@ class CompletionClient:
         self._session = session
         self._clock = clock
 
-    async def stream(self, url: str, body: Mapping[str, object]) -> StreamedAnswer:
+    async def stream(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        *,
+        mode: str | None = None,
+        on_token: Callable[[float], None] = lambda now_s: None,
+    ) -> StreamedAnswer:
         """POST ``body`` to ``url`` and return the streamed answer, token ids and report included.
 
-        Raises ``MeasurementError`` if the answer is an error, is malformed, ends early or has no
-        token ids.
+        ``mode`` is asked of a router for this request. ``on_token`` hears the time of each token
+        as it comes, also of an answer that is cancelled later. Raises ``MeasurementError`` if the
+        answer is an error, is malformed, ends early or has no token ids.
         """
         payload = {**body, "stream": True, "return_token_ids": True, "kv_report": True}
         encoded = msgspec.json.encode(payload)
         headers = {"Content-Type": "application/json"}
-        collector = _Collector(url)
+        if mode is not None:
+            headers[MODE_HEADER] = mode
+        collector = _Collector(url, on_token)
         first_byte_s: float | None = None
         is_complete = False
         sent_s = self._clock.monotonic_s()

@@ -1,15 +1,17 @@
 """What a handoff costs, measured inside each request on one host's clock.
 
-Two arms, interleaved: ``pull`` goes through the router, ``colocated`` asks one instance directly,
-which does both parts. Prompts are random token ids, new for each request, so that no cache helps.
+The arms are interleaved: ``pull`` and the two pushes go through a router, ``colocated`` asks one
+instance directly, which does both parts. Prompts are random token ids, new for each request, so
+that no cache helps.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer
@@ -21,6 +23,24 @@ class Arm(enum.StrEnum):
 
     COLOCATED = "colocated"
     PULL = "pull"
+    PUSH = "push"
+    """The decode instance is chosen when the request arrives."""
+    PUSH_LATE = "push-late"
+    """The decode instance is chosen while prefill computes."""
+
+    @property
+    def mode(self) -> str | None:
+        """The mode that is asked of the router; None: there is no router in between."""
+        match self:
+            case Arm.COLOCATED:
+                return None
+            case Arm.PULL:
+                return "pull"
+            case Arm.PUSH | Arm.PUSH_LATE:
+                return "push"
+
+
+DEFAULT_ARMS = (Arm.COLOCATED, Arm.PULL, Arm.PUSH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +50,20 @@ class Targets:
     router_url: str
     plain_url: str
     """An instance that serves the colocated arm."""
+    late_router_url: str | None = None
+    """A router that chooses the decode instance late."""
 
     def url(self, arm: Arm) -> str:
-        """Return where requests of ``arm`` go."""
-        base = self.plain_url if arm is Arm.COLOCATED else self.router_url
+        """Return where requests of ``arm`` go. Raises ``ConfigError`` if nothing serves it."""
+        match arm:
+            case Arm.COLOCATED:
+                base: str | None = self.plain_url
+            case Arm.PULL | Arm.PUSH:
+                base = self.router_url
+            case Arm.PUSH_LATE:
+                base = self.late_router_url
+        if base is None:
+            raise ConfigError(f"{arm} needs a router that chooses the decode instance late")
         return f"{base}/v1/completions"
 
 
@@ -41,6 +71,7 @@ class Targets:
 class HandoffPlan:
     """What is asked, and how often."""
 
+    arms: tuple[Arm, ...] = DEFAULT_ARMS
     lengths_tokens: tuple[int, ...] = (512, 2048)
     repeats: int = 30
     """Requests of each length and arm that count."""
@@ -54,6 +85,8 @@ class HandoffPlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""
+        if not self.arms or len(set(self.arms)) < len(self.arms):
+            raise ConfigError("arms must be one or more, each of them once")
         if not self.lengths_tokens or min(self.lengths_tokens) < 1:
             raise ConfigError("lengths must be one or more positive token counts")
         if self.repeats < 1 or self.warmups < 0:
@@ -66,7 +99,7 @@ class HandoffPlan:
     @property
     def num_requests(self) -> int:
         """How many requests the plan sends."""
-        return len(self.lengths_tokens) * len(Arm) * (self.repeats + self.warmups)
+        return len(self.lengths_tokens) * len(self.arms) * (self.repeats + self.warmups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +110,8 @@ class HandoffSample:
     num_prompt_tokens: int
     repeat: int
     ttft_s: float
+    until_prefill_end_s: float
+    """From sending the request to the end of prefill's last forward."""
     after_prefill_s: float
     """From the end of prefill's last forward to the client's first token."""
     second_gap_s: float
@@ -103,20 +138,28 @@ async def measure_handoffs(
 ) -> list[HandoffSample]:
     """Send the plan's requests one after another and return those that count.
 
-    Arms alternate, and so does which goes first. Raises ``MeasurementError`` if an answer is not
-    what its arm says (a pull that moved nothing, a report without times).
+    Each repeat runs the arms in another order; the orders take turns. Raises ``MeasurementError``
+    if an answer is not what its arm says (a pull that moved nothing, a report without times).
     """
     samples = []
+    orders = arm_orders(plan.arms, rng)
     for repeat in range(-plan.warmups, plan.repeats):
-        arms = tuple(Arm) if repeat % 2 else tuple(reversed(Arm))
         for length in plan.lengths_tokens:
-            for arm in arms:
-                answer = await client.stream(targets.url(arm), _body(plan, length, rng))
+            for arm in orders[repeat % len(orders)]:
+                body = _body(plan, length, rng)
+                answer = await client.stream(targets.url(arm), body, mode=arm.mode)
                 sample = _sample(arm, length, repeat, answer)
                 if repeat >= 0:
                     samples.append(sample)
                 on_request()
     return samples
+
+
+def arm_orders(arms: Sequence[Arm], rng: random.Random) -> list[tuple[Arm, ...]]:
+    """Return every order of ``arms``, shuffled: used in turn, no arm has a place of its own."""
+    orders = list(itertools.permutations(arms))
+    rng.shuffle(orders)
+    return orders
 
 
 def _body(plan: HandoffPlan, length: int, rng: random.Random) -> dict[str, object]:
@@ -139,6 +182,7 @@ def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> Hando
         num_prompt_tokens=length,
         repeat=repeat,
         ttft_s=answer.ttft_s,
+        until_prefill_end_s=report.prefill_end_s - answer.sent_s,
         after_prefill_s=answer.token_times_s[0] - report.prefill_end_s,
         second_gap_s=answer.second_gap_s,
         decode_step_s=statistics.median(gaps_s),
@@ -160,10 +204,19 @@ def _checked_report(arm: Arm, length: int, answer: StreamedAnswer) -> KvReport:
         )
     if report.num_cached_tokens:
         raise MeasurementError(f"{arm}: {report.num_cached_tokens} prompt tokens were cached")
-    if arm is Arm.PULL and report.num_received_bytes == 0:
-        raise MeasurementError(
-            f"pull: nothing was moved for {length} tokens: {report.receive_outcome or 'no receive'}"
-        )
-    if arm is Arm.COLOCATED and report.num_received_bytes:
-        raise MeasurementError("colocated: blocks were moved; ask an instance, not a router")
+    _require_moved_as_asked(arm, length, report)
     return report
+
+
+def _require_moved_as_asked(arm: Arm, length: int, report: KvReport) -> None:
+    if arm is Arm.COLOCATED:
+        if report.num_received_bytes:
+            raise MeasurementError("colocated: blocks were moved; ask an instance, not a router")
+        return
+    if report.num_received_bytes == 0:
+        raise MeasurementError(
+            f"{arm}: nothing was moved for {length} tokens: "
+            f"{report.receive_outcome or 'no receive'}"
+        )
+    if report.mode != arm.mode:
+        raise MeasurementError(f"{arm}: the blocks moved by {report.mode or 'no mode'}")

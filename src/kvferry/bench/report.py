@@ -10,16 +10,24 @@ from collections.abc import Sequence
 
 from kvferry import __version__
 from kvferry.bench.handoff import Arm, HandoffSample
-from kvferry.bench.stats import Interval, median_difference, summarise
+from kvferry.bench.stats import Interval, Ratio, median_difference, paired_ratio, summarise
 
-_QUANTITIES = ("after_prefill_s", "extra_gap_s", "decode_step_s", "ttft_s")
+_QUANTITIES = (
+    "until_prefill_end_s",
+    "after_prefill_s",
+    "extra_gap_s",
+    "decode_step_s",
+    "ttft_s",
+)
+_COMPARED = ("until_prefill_end_s", "after_prefill_s", "extra_gap_s")
 _TITLES = {
+    "until_prefill_end_s": "sending → prefill's end",
     "after_prefill_s": "prefill's end → first token",
     "extra_gap_s": "gap to 2nd token less a step",
     "decode_step_s": "decode step",
     "ttft_s": "TTFT",
 }
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -68,10 +76,51 @@ def _lengths(samples: Sequence[HandoffSample]) -> list[int]:
     return sorted({sample.num_prompt_tokens for sample in samples})
 
 
+def _arms(samples: Sequence[HandoffSample]) -> list[Arm]:
+    present = {sample.arm for sample in samples}
+    return [arm for arm in Arm if arm in present]
+
+
+def _pairs(samples: Sequence[HandoffSample], first: set[Arm], second: Arm) -> list[tuple[Arm, Arm]]:
+    """Return which arms are compared: each of ``first`` that was run with ``second``."""
+    present = _arms(samples)
+    return [(arm, second) for arm in present if arm in first and second in present]
+
+
+def _moving_less_colocated(samples: Sequence[HandoffSample]) -> list[tuple[Arm, Arm]]:
+    return _pairs(samples, {Arm.PULL, Arm.PUSH, Arm.PUSH_LATE}, Arm.COLOCATED)
+
+
+def _push_over_pull(samples: Sequence[HandoffSample]) -> list[tuple[Arm, Arm]]:
+    return _pairs(samples, {Arm.PUSH, Arm.PUSH_LATE}, Arm.PULL)
+
+
+def _difference(
+    samples: Sequence[HandoffSample],
+    pair: tuple[Arm, Arm],
+    length: int,
+    name: str,
+    rng: random.Random,
+) -> Interval:
+    first, second = (_values(samples, arm, length, name) for arm in pair)
+    return median_difference(first, second, rng)
+
+
+def _ratio(
+    samples: Sequence[HandoffSample],
+    pair: tuple[Arm, Arm],
+    length: int,
+    name: str,
+    rng: random.Random,
+) -> Ratio | None:
+    first, second = (_values(samples, arm, length, name) for arm in pair)
+    return paired_ratio(first, second, rng)
+
+
 def handoff_record(
     samples: Sequence[HandoffSample], arguments: dict[str, object], rng: random.Random
 ) -> dict[str, object]:
-    """Return the JSON record: machine, arguments, summaries, differences, raw samples."""
+    """Return the JSON record: machine, arguments, summaries, comparisons, raw samples."""
     summaries = [
         {
             "arm": arm.value,
@@ -82,17 +131,7 @@ def handoff_record(
             },
         }
         for length in _lengths(samples)
-        for arm in Arm
-    ]
-    differences = [
-        {
-            "num_prompt_tokens": length,
-            **{
-                name: dataclasses.asdict(_pull_less_colocated(samples, length, name, rng))
-                for name in _QUANTITIES
-            },
-        }
-        for length in _lengths(samples)
+        for arm in _arms(samples)
     ]
     return {
         "record": "handoff",
@@ -100,44 +139,96 @@ def handoff_record(
         "machine": machine(),
         "arguments": arguments,
         "summaries": summaries,
-        "pull_less_colocated": differences,
+        "differences": _differences(samples, rng),
+        "ratios": _ratios(samples, rng),
         "samples": [
             {**dataclasses.asdict(sample), "extra_gap_s": sample.extra_gap_s} for sample in samples
         ],
     }
 
 
-def _pull_less_colocated(
-    samples: Sequence[HandoffSample], length: int, name: str, rng: random.Random
-) -> Interval:
-    return median_difference(
-        _values(samples, Arm.PULL, length, name),
-        _values(samples, Arm.COLOCATED, length, name),
-        rng,
-    )
+def _differences(samples: Sequence[HandoffSample], rng: random.Random) -> list[dict[str, object]]:
+    return [
+        {
+            "num_prompt_tokens": length,
+            "arm": pair[0].value,
+            "less": pair[1].value,
+            **{
+                name: dataclasses.asdict(_difference(samples, pair, length, name, rng))
+                for name in _QUANTITIES
+            },
+        }
+        for length in _lengths(samples)
+        for pair in _moving_less_colocated(samples)
+    ]
+
+
+def _ratios(samples: Sequence[HandoffSample], rng: random.Random) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for length in _lengths(samples):
+        for pair in _push_over_pull(samples):
+            ratios = {name: _ratio(samples, pair, length, name, rng) for name in _COMPARED}
+            found.append(
+                {
+                    "num_prompt_tokens": length,
+                    "arm": pair[0].value,
+                    "over": pair[1].value,
+                    **{name: ratio and dataclasses.asdict(ratio) for name, ratio in ratios.items()},
+                }
+            )
+    return found
 
 
 def handoff_table(samples: Sequence[HandoffSample], rng: random.Random) -> str:
-    """Return the table of medians (interquartile range), and of differences (95 % interval)."""
+    """Return medians (interquartile range), differences (95 % interval), and ratios."""
     header = ["prompt", "arm", "n", *(f"{_TITLES[name]} ms" for name in _QUANTITIES)]
     rows = []
     for length in _lengths(samples):
-        for arm in Arm:
+        for arm in _arms(samples):
             spread = [summarise(_values(samples, arm, length, name)) for name in _QUANTITIES]
             cells = [
                 f"{1e3 * item.median:.1f} ({1e3 * item.interquartile_range:.1f})" for item in spread
             ]
             rows.append([str(length), arm.value, str(spread[0].count), *cells])
-        differences = [_pull_less_colocated(samples, length, name, rng) for name in _QUANTITIES]
-        cells = [
-            f"{1e3 * item.estimate:+.1f} [{1e3 * item.low:+.1f}, {1e3 * item.high:+.1f}]"
-            for item in differences
+        for pair in _moving_less_colocated(samples):
+            differences = [_difference(samples, pair, length, name, rng) for name in _QUANTITIES]
+            cells = [
+                f"{1e3 * item.estimate:+.1f} [{1e3 * item.low:+.1f}, {1e3 * item.high:+.1f}]"
+                for item in differences
+            ]
+            rows.append([str(length), f"{pair[0]} less {pair[1]}", "", *cells])
+    transports = sorted({sample.transport for sample in samples if sample.transport})
+    parts = [
+        format_table(header, rows),
+        "median (interquartile range); less: difference of medians [95 % interval]; "
+        f"transport: {', '.join(transports) or '-'}",
+        *_ratio_table(samples, rng),
+    ]
+    return "\n\n".join(parts)
+
+
+def _ratio_table(samples: Sequence[HandoffSample], rng: random.Random) -> list[str]:
+    pairs = _push_over_pull(samples)
+    if not pairs:
+        return []
+    header = ["prompt", "ratio", *(_TITLES[name] for name in _COMPARED)]
+    rows = [
+        [
+            str(length),
+            f"{pair[0]} / {pair[1]}",
+            *(format_ratio(_ratio(samples, pair, length, name, rng)) for name in _COMPARED),
         ]
-        rows.append([str(length), "difference", "", *cells])
-    moved = [sample for sample in samples if sample.arm is Arm.PULL]
-    transports = ", ".join(sorted({sample.transport for sample in moved}))
-    return (
-        f"{format_table(header, rows)}\n\n"
-        "median (interquartile range); difference: pull less colocated [95 % interval]; "
-        f"transport: {transports}"
-    )
+        for length in _lengths(samples)
+        for pair in pairs
+    ]
+    return [format_table(header, rows), RATIO_LEGEND]
+
+
+RATIO_LEGEND = "ratio of medians [95 % interval] < upper 95 % bound"
+
+
+def format_ratio(ratio: Ratio | None) -> str:
+    """Return a ratio with its interval and bound, or a dash where there is none."""
+    if ratio is None:
+        return "-"
+    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] < {ratio.upper_bound:.3f}"

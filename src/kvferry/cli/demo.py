@@ -20,8 +20,8 @@ from kvferry.errors import MeasurementError
 from kvferry.protocol.params import Role
 
 _DEADLINE_S = 480.0
-_HEADER = "prompt tokens    TTFT    gap to 2nd   moved bytes  transport  same tokens  answer"
-_SHOWN_CHARS = 40
+_HEADER = "prompt tokens  mode    TTFT    gap to 2nd   moved bytes  transport  same tokens  answer"
+_SHOWN_CHARS = 36
 
 
 @click.command()
@@ -29,8 +29,9 @@ _SHOWN_CHARS = 40
 def demo(*, topology: Topology, verbose: bool) -> None:
     """Start prefill, decode and router, chat through them, and check every token.
 
-    Each chat is repeated on one plain instance, which must give the same tokens; for that the demo
-    computes in float32 unless told otherwise. Ends with ``demo: ok``, or with what went wrong.
+    Each chat is answered by pull and by push, and on one plain instance, which must give the same
+    tokens; for that the demo computes in float32 unless told otherwise. Ends with ``demo: ok``, or
+    with what went wrong.
     """
     if topology.dtype is None:
         topology = replace(topology, dtype="float32")
@@ -68,7 +69,8 @@ def format_row(row: ChatRow) -> str:
     text = " ".join(row.text.split())
     shown = text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
     return (
-        f"{row.num_prompt_tokens:>13}  {row.ttft_s:>6.2f} s  {1e3 * row.second_gap_s:>7.1f} ms"
+        f"{row.num_prompt_tokens:>13}  {row.mode:<4}"
+        f"  {row.ttft_s:>6.2f} s  {1e3 * row.second_gap_s:>7.1f} ms"
         f"  {row.num_received_bytes:>12,}  {row.transport or '-':>9}"
         f"  {'yes' if row.is_same else 'NO':>11}  {shown}"
     )

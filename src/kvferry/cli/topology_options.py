@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,16 @@ _OPTIONS = (
         type=click.Choice(["bfloat16", "float16", "float32"]),
         help="Type of weights and KV.",
     ),
+    click.option(
+        "--engine-arguments",
+        metavar="TEXT",
+        help="Further options of every `kvferry engine serve`, as one text.",
+    ),
+    click.option(
+        "--router-arguments",
+        metavar="TEXT",
+        help="Further options of `kvferry router`, as one text.",
+    ),
     click.option("--port", type=click.IntRange(0, 65_535), help="The router's.  [default: free]"),
     click.option("-v", "--verbose", is_flag=True, help="Show the logs of all processes."),
 )
@@ -49,18 +60,26 @@ def topology_options(function: Callable[..., None]) -> Callable[..., None]:
         transport: str | None,
         dtype: str | None,
         port: int | None,
+        engine_arguments: str | None,
+        router_arguments: str | None,
         **rest: object,
     ) -> None:
         topology = Topology() if topology_path is None else load_topology(topology_path)
         topology = topology.with_counts(prefill=prefill, decode=decode)
-        if port is not None:
-            topology = replace(topology, router=replace(topology.router, port=port))
+        topology = topology.with_engine_arguments(*_split("engine", engine_arguments))
+        router = topology.router
+        router = replace(
+            router,
+            port=router.port if port is None else port,
+            arguments=(*router.arguments, *_split("router", router_arguments)),
+        )
         function(
             topology=replace(
                 topology,
                 model=model or topology.model,
                 transport=transport or topology.transport,
                 dtype=dtype or topology.dtype,
+                router=router,
             ),
             **rest,
         )
@@ -68,3 +87,11 @@ def topology_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         with_topology = option(with_topology)
     return with_topology
+
+
+def _split(program: str, text: str | None) -> list[str]:
+    """Split ``text`` as a shell does."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise click.UsageError(f"--{program}-arguments {text!r}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.cluster.topology import InstanceGroup, Topology
+from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
 
 # Less than the supervisor's grace time, so that requests end with an error instead of a cut.
 _ROUTER_SHUTDOWN_S = 5
@@ -31,14 +31,23 @@ def engine_arguments(
 
 
 def router_arguments(
-    topology: Topology, *, prefill: Sequence[str], decode: Sequence[str], ready_path: Path
+    host: str,
+    router: RouterTopology,
+    *,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    ready_path: Path,
 ) -> list[str]:
     """Return the arguments that route over the instances at the URLs ``prefill`` and ``decode``."""
-    arguments = ["router", "--host", topology.host, "--port", str(topology.router.port)]
+    arguments = ["router", "--host", host, "--port", str(router.port)]
     arguments += ["--ready-file", str(ready_path)]
     arguments += ["--shutdown-timeout-s", str(_ROUTER_SHUTDOWN_S)]
+    optional = {"--mode": router.mode, "--decode-choice": router.decode_choice}
+    for flag, value in optional.items():
+        if value is not None:
+            arguments += [flag, value]
     for url in prefill:
         arguments += ["--prefill", url]
     for url in decode:
         arguments += ["--decode", url]
-    return [*arguments, *topology.router.arguments]
+    return [*arguments, *router.arguments]

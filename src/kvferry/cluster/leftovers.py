@@ -29,6 +29,9 @@ def footprint_of(deployment: Deployment) -> Footprint:
     """Return what a running deployment occupies now."""
     pids = {deployment.router_pid, *(instance.pid for instance in deployment.instances)}
     urls = {deployment.router_url}
+    for router in deployment.further_routers:
+        pids.add(router.pid)
+        urls.add(router.url)
     for instance in deployment.instances:
         urls |= {instance.url, instance.control_address}
     return Footprint(

@@ -18,7 +18,7 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.cluster.commands import engine_arguments, router_arguments
 from kvferry.cluster.cores import assign_cores
 from kvferry.cluster.process import ManagedProcess
-from kvferry.cluster.topology import InstanceGroup, Topology
+from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
 from kvferry.protocol.params import Role
 
 Progress = Callable[[str], None]
@@ -50,12 +50,23 @@ class RunningInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunningRouter:
+    """One router that serves."""
+
+    name: str
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """A deployment that serves."""
 
     router_url: str
     router_pid: int
     instances: tuple[RunningInstance, ...]
+    further_routers: tuple[RunningRouter, ...] = ()
+    """In the topology's order."""
 
     def urls(self, role: Role) -> list[str]:
         """Return the URLs of the instances of one role."""
@@ -113,6 +124,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._on_progress = on_progress
         self._processes: list[ManagedProcess] = []
+        self._routers: list[ManagedProcess] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,27 +143,24 @@ class Supervisor:
         return [process.log_path for process in self._processes]
 
     async def start(self) -> Deployment:
-        """Start instances, then the router, and return once all of them serve.
+        """Start instances, then the routers, and return once all of them serve.
 
         Raises ``ClusterError`` naming the process that died or was not ready in time.
         """
         planned = plan_instances(self._topology, _available_cores())
         started = [await self._start_instance(plan) for plan in planned]
         instances = await self._wait_all(planned, started)
-        router = self._new_process("router")
-        by_role = {
-            role: [instance.url for instance in instances if instance.role is role] for role in Role
-        }
-        arguments = router_arguments(
-            self._topology,
-            prefill=by_role[Role.PREFILL],
-            decode=by_role[Role.DECODE],
-            ready_path=router.ready_path,
+        started_routers = [
+            await self._start_router(f"router{f'-{number}' if number else ''}", router, instances)
+            for number, router in enumerate(self._topology.routers)
+        ]
+        first, *further = [await self._wait_router(process) for process in started_routers]
+        return Deployment(
+            router_url=first.url,
+            router_pid=first.pid,
+            instances=tuple(instances),
+            further_routers=tuple(further),
         )
-        await router.start([*self._config.program, *arguments])
-        ready = await router.wait_ready(self._config.ready_deadline_s)
-        self._on_progress(f"router ready at {ready.url}")
-        return Deployment(router_url=ready.url, router_pid=router.pid, instances=tuple(instances))
 
     async def watch(self) -> None:
         """Wait until a process dies and raise ``ClusterError`` saying which and how."""
@@ -178,17 +187,38 @@ class Supervisor:
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the router, then every instance, each within the grace time. Safe to repeat."""
+        """End the routers, then every instance, each within the grace time. Safe to repeat."""
         grace_s = self._config.stop_grace_s
-        routers = [process for process in self._processes if process.name == "router"]
-        for process in routers:
-            await process.stop(grace_s)
+        await asyncio.gather(*(process.stop(grace_s) for process in self._routers))
         await asyncio.gather(*(process.stop(grace_s) for process in self._processes))
 
     def _new_process(self, name: str) -> ManagedProcess:
         process = ManagedProcess(name, self._run_folder, self._clock)
         self._processes.append(process)
         return process
+
+    async def _start_router(
+        self, name: str, router: RouterTopology, instances: list[RunningInstance]
+    ) -> ManagedProcess:
+        process = self._new_process(name)
+        self._routers.append(process)
+        by_role = {
+            role: [instance.url for instance in instances if instance.role is role] for role in Role
+        }
+        arguments = router_arguments(
+            self._topology.host,
+            router,
+            prefill=by_role[Role.PREFILL],
+            decode=by_role[Role.DECODE],
+            ready_path=process.ready_path,
+        )
+        await process.start([*self._config.program, *arguments])
+        return process
+
+    async def _wait_router(self, process: ManagedProcess) -> RunningRouter:
+        ready = await process.wait_ready(self._config.ready_deadline_s)
+        self._on_progress(f"{process.name} ready at {ready.url}")
+        return RunningRouter(name=process.name, url=ready.url, pid=process.pid)
 
     async def _start_instance(self, plan: PlannedInstance) -> ManagedProcess:
         process = self._new_process(plan.name)

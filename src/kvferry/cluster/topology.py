@@ -16,6 +16,7 @@ Owns the file's format and its defaults; starts nothing. Example::
 
     [router]
     port = 8000
+    mode = "push"
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvferry.protocol.params import Role
 
 DEFAULT_MODEL = "smollm2-135m"
 LOOPBACK = "127.0.0.1"
+ROUTE_MODES = ("auto", "pull", "push")
+DECODE_CHOICES = ("early", "late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +55,14 @@ class InstanceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTopology:
-    """The router in front of the instances."""
+    """A router in front of the instances."""
 
     port: int = 0
     """0 takes a free one."""
+    mode: str | None = None
+    """How KV moves: pull, push or auto; None leaves it to the router."""
+    decode_choice: str | None = None
+    """When a push's decode instance is chosen: early or late; None leaves it to the router."""
     arguments: tuple[str, ...] = ()
     """Further arguments of ``kvferry router``, as they are."""
 
@@ -74,6 +81,8 @@ class Topology:
     prefill: tuple[InstanceGroup, ...] = (InstanceGroup(),)
     decode: tuple[InstanceGroup, ...] = (InstanceGroup(),)
     router: RouterTopology = field(default_factory=RouterTopology)
+    further_routers: tuple[RouterTopology, ...] = ()
+    """More routers over the same instances, each with options of its own."""
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot run. Raises ``ConfigError``."""
@@ -82,8 +91,13 @@ class Topology:
                 raise ConfigError(f"the topology has no {role.value} instance; it needs one")
             for group in groups:
                 _require_sane_group(role, group)
-        if not 0 <= self.router.port <= 65_535:
-            raise ConfigError(f"router.port is {self.router.port}; it must be 0 to 65535")
+        for router in self.routers:
+            _require_sane_router(router)
+
+    @property
+    def routers(self) -> tuple[RouterTopology, ...]:
+        """Every router, the one that clients are told of first."""
+        return (self.router, *self.further_routers)
 
     def groups_by_role(self) -> dict[Role, tuple[InstanceGroup, ...]]:
         """Return the groups of each role."""
@@ -100,6 +114,28 @@ class Topology:
         if decode is not None:
             changed = replace(changed, decode=(replace(self.decode[0], count=decode),))
         return changed
+
+    def with_engine_arguments(self, *arguments: str) -> Topology:
+        """Return this topology with further arguments of ``kvferry engine serve`` everywhere."""
+
+        def extended(groups: tuple[InstanceGroup, ...]) -> tuple[InstanceGroup, ...]:
+            return tuple(
+                replace(group, arguments=(*group.arguments, *arguments)) for group in groups
+            )
+
+        return replace(self, prefill=extended(self.prefill), decode=extended(self.decode))
+
+
+def _require_sane_router(router: RouterTopology) -> None:
+    if not 0 <= router.port <= 65_535:
+        raise ConfigError(f"router.port is {router.port}; it must be 0 to 65535")
+    if router.mode not in (None, *ROUTE_MODES):
+        raise ConfigError(f"router.mode is {router.mode!r}; it must be {', '.join(ROUTE_MODES)}")
+    if router.decode_choice not in (None, *DECODE_CHOICES):
+        raise ConfigError(
+            f"router.decode_choice is {router.decode_choice!r}; "
+            f"it must be {' or '.join(DECODE_CHOICES)}"
+        )
 
 
 def _require_sane_group(role: Role, group: InstanceGroup) -> None:
@@ -133,8 +169,13 @@ def parse_topology(text: str, *, source: str) -> Topology:
     for role in (Role.PREFILL.value, Role.DECODE.value):
         for group in _tables(document.get(role, []), where=f"{source}: [[{role}]]"):
             _require_known_keys(group, _field_names(InstanceGroup), where=f"{source}: [[{role}]]")
-    for table in _tables([document.get("router", {})], where=f"{source}: [router]"):
-        _require_known_keys(table, _field_names(RouterTopology), where=f"{source}: [router]")
+    router_tables = {
+        "[router]": [document.get("router", {})],
+        "[[further_routers]]": document.get("further_routers", []),
+    }
+    for name, tables in router_tables.items():
+        for table in _tables(tables, where=f"{source}: {name}"):
+            _require_known_keys(table, _field_names(RouterTopology), where=f"{source}: {name}")
     try:
         return msgspec.convert(document, Topology)
     except msgspec.ValidationError as error:

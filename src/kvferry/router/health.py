@@ -33,8 +33,12 @@ class HealthMonitor:
     async def start(self) -> None:
         """Probe all once, which takes up to the probe's timeout, then keep probing."""
         self._fleet.on_suspect(self.probe_soon)
-        await asyncio.gather(*(self.probe(url) for url in self._fleet.urls))
+        await self.probe_all()
         self._tasks = [asyncio.create_task(self._watch(url)) for url in self._fleet.urls]
+
+    async def probe_all(self) -> None:
+        """Probe all once, at the same time."""
+        await asyncio.gather(*(self.probe(url) for url in self._fleet.urls))
 
     async def stop(self) -> None:
         """Stop probing."""

@@ -93,6 +93,10 @@ class PushAttempt:
 
     async def close(self) -> None:
         """End what still runs of both legs."""
+        if not self._is_prefill_seen and self._prefill.done():
+            failure = self._prefill.exception()
+            if isinstance(failure, LegFailedError):  # Decode did without, but others may not.
+                self._tools.note_failure(self._leg.view, failure)
         tasks = [task for task in (self._prefill, self._decode) if task is not None]
         for task in tasks:
             task.cancel()

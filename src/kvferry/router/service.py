@@ -132,6 +132,11 @@ class Router:
         host = self._config.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    async def probe_all(self) -> None:
+        """Probe every instance now, rather than at the end of its interval."""
+        if self._monitor is not None:
+            await self._monitor.probe_all()
+
     async def wait_idle(self) -> None:
         """Wait until no request runs and all that was to be ended has been told to."""
         await self.admission.wait_idle()

@@ -13,8 +13,21 @@ from aiohttp import web
 from kvferry.bench.client import CompletionClient
 from kvferry.clock import SystemClock
 
-Answer = Callable[[dict[str, Any]], list[dict[str, Any] | bytes]]
+Events = list[dict[str, Any] | bytes]
+Answer = Callable[[dict[str, Any]], Events]
 ServeAnswer = Callable[[Answer], Awaitable[str]]
+
+
+_MODE_KEY = "mode asked by header"
+
+
+def with_mode(answer: Callable[[dict[str, Any], str | None], Events]) -> Answer:
+    """Return an answer that is told the mode that the request asks for by header."""
+
+    def answer_body(body: dict[str, Any]) -> Events:
+        return answer(body, body.get(_MODE_KEY))
+
+    return answer_body
 
 
 def _as_bytes(event: dict[str, Any] | bytes) -> bytes:
@@ -30,7 +43,10 @@ async def serve_answer() -> AsyncIterator[ServeAnswer]:
         async def complete(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            for event in answer(await request.json()):
+            body = await request.json()
+            if "X-KVFerry-Mode" in request.headers:
+                body[_MODE_KEY] = request.headers["X-KVFerry-Mode"]
+            for event in answer(body):
                 await response.write(_as_bytes(event))
             return response
 

@@ -9,7 +9,7 @@ import pytest
 from kvferry.bench.chats import ChatPlan, ChatRow, chat_messages, complaints, run_chats
 from kvferry.bench.client import CompletionClient
 from kvferry.errors import MeasurementError
-from tests.unit.bench.conftest import ServeAnswer
+from tests.unit.bench.conftest import ServeAnswer, with_mode
 
 _PLAN = ChatPlan(notes=(0, 3), least_longest_tokens=50)
 
@@ -31,9 +31,10 @@ async def _run(
 ) -> tuple[list[ChatRow], list[dict[str, Any]]]:
     bodies: list[dict[str, Any]] = []
 
-    def routed(body: dict[str, Any]) -> list[dict[str, Any] | bytes]:
+    @with_mode
+    def routed(body: dict[str, Any], mode: str | None) -> list[dict[str, Any] | bytes]:
         bodies.append(body)
-        return _answer([1, 2], moved)
+        return _answer([1, 2], None if moved is None else {"mode": mode, **moved})
 
     def direct(body: dict[str, Any]) -> list[dict[str, Any] | bytes]:
         bodies.append(body)
@@ -48,10 +49,13 @@ _MOVED = {"num_prompt_tokens": 60, "num_received_bytes": 8, "transport": "shm"}
 
 async def test_equal_tokens_are_fine(serve_answer: ServeAnswer, client: CompletionClient) -> None:
     rows, bodies = await _run(serve_answer, client, moved=_MOVED, plain={}, plain_tokens=[1, 2])
-    assert [row.is_same for row in rows] == [True, True]
+    assert [row.mode for row in rows] == ["pull", "push"] * 2
+    assert all(row.is_same for row in rows)
     assert complaints(rows, _PLAN) == []
-    assert [body.get("cache_salt") for body in bodies] == [None, "plain-0", None, "plain-1"]
-    assert bodies[0]["messages"] == bodies[1]["messages"]
+    assert [body["cache_salt"] for body in bodies] == [
+        f"{who}-{chat}" for chat in range(2) for who in ("plain", "pull", "push")
+    ]
+    assert bodies[0]["messages"] == bodies[1]["messages"] == bodies[2]["messages"]
     assert all(body["temperature"] == 0 for body in bodies)
 
 
@@ -61,6 +65,7 @@ async def test_equal_tokens_are_fine(serve_answer: ServeAnswer, client: Completi
         (_MOVED, [1, 3], "gave other tokens"),
         (_MOVED, [1, 2, 3], "gave other tokens"),
         ({**_MOVED, "num_received_bytes": 0, "receive_outcome": "gone"}, [1, 2], "moved: gone"),
+        ({**_MOVED, "mode": "pull"}, [1, 2], "tokens by push: KV was moved by pull"),
         ({**_MOVED, "num_prompt_tokens": 49}, [1, 2], "longest prompt has 49 tokens"),
     ],
 )

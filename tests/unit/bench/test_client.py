@@ -10,7 +10,7 @@ import pytest
 from kvferry.bench.client import CompletionClient
 from kvferry.clock import SystemClock
 from kvferry.errors import MeasurementError
-from tests.unit.bench.conftest import ServeAnswer
+from tests.unit.bench.conftest import ServeAnswer, with_mode
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -56,6 +56,24 @@ async def test_events_that_are_split_anywhere(
     got = await client.stream(f"{url}/v1/completions", {})
     assert got.token_ids == (1, 2)
     assert got.second_gap_s == 0
+
+
+async def test_mode_is_asked_by_header_and_tokens_are_told_as_they_come(
+    serve_answer: ServeAnswer, client: CompletionClient
+) -> None:
+    asked: list[str | None] = []
+
+    @with_mode
+    def answer(body: dict[str, Any], mode: str | None) -> list[dict[str, Any] | bytes]:
+        asked.append(mode)
+        return [_token(5), _token(6), _DONE]
+
+    url = await serve_answer(answer)
+    told_s: list[float] = []
+    got = await client.stream(f"{url}/v1/completions", {}, mode="push", on_token=told_s.append)
+    await client.stream(f"{url}/v1/completions", {})
+    assert asked == ["push", None]
+    assert tuple(told_s) == got.token_times_s
 
 
 async def test_chat_deltas_are_text(serve_answer: ServeAnswer, client: CompletionClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import time
 from typing import Any
@@ -9,12 +10,26 @@ from typing import Any
 import pytest
 
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.handoff import Arm, HandoffPlan, HandoffSample, Targets, measure_handoffs
+from kvferry.bench.handoff import (
+    Arm,
+    HandoffPlan,
+    HandoffSample,
+    Targets,
+    arm_orders,
+    measure_handoffs,
+)
 from kvferry.errors import ConfigError, MeasurementError
-from tests.unit.bench.conftest import ServeAnswer
+from tests.unit.bench.conftest import Answer, ServeAnswer, with_mode
 
-_PULLED = {"num_received_bytes": 64, "num_received_tokens": 3, "transport": "shm"}
-_PLAN = HandoffPlan(lengths_tokens=(3, 5), repeats=2, warmups=1, max_tokens=4)
+_PULLED = {
+    "num_received_bytes": 64,
+    "num_received_tokens": 3,
+    "transport": "shm",
+    "mode": "pull",
+}
+_PLAN = HandoffPlan(
+    arms=(Arm.COLOCATED, Arm.PULL), lengths_tokens=(3, 5), repeats=2, warmups=1, max_tokens=4
+)
 
 
 class _Instance:
@@ -73,6 +88,7 @@ async def test_durations_are_not_negative_and_add_up(
 ) -> None:
     for sample in await _measure(serve_answer, client, pull=_PULLED, plain={}):
         assert 0 <= sample.after_prefill_s <= sample.ttft_s
+        assert sample.until_prefill_end_s + sample.after_prefill_s == pytest.approx(sample.ttft_s)
         assert sample.extra_gap_s == sample.second_gap_s - sample.decode_step_s
 
 
@@ -84,6 +100,8 @@ async def test_durations_are_not_negative_and_add_up(
         ({**_PULLED, "prefill_end_s": None}, {}, "no kv_report with the end of prefill"),
         ({**_PULLED, "prefill_end_s": 0.0}, {}, "outside the request's time"),
         ({**_PULLED, "num_cached_tokens": 16}, {}, "16 prompt tokens were cached"),
+        ({**_PULLED, "mode": "push"}, {}, "pull: the blocks moved by push"),
+        ({**_PULLED, "mode": ""}, {}, "pull: the blocks moved by no mode"),
     ],
 )
 async def test_answers_that_are_not_their_arm_s_are_refused(
@@ -100,6 +118,8 @@ async def test_answers_that_are_not_their_arm_s_are_refused(
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"arms": ()},
+        {"arms": (Arm.PULL, Arm.PULL)},
         {"lengths_tokens": ()},
         {"lengths_tokens": (0,)},
         {"repeats": 0},
@@ -111,3 +131,40 @@ async def test_answers_that_are_not_their_arm_s_are_refused(
 def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         HandoffPlan(**wrong)
+
+
+async def test_the_router_is_asked_for_each_arm_s_mode(
+    serve_answer: ServeAnswer, client: CompletionClient
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def router(name: str) -> Answer:
+        def answer(body: dict[str, Any], mode: str | None) -> list[dict[str, Any] | bytes]:
+            asked.append((name, mode))
+            return _Instance(name, [], {**_PULLED, "mode": mode})(body)
+
+        return with_mode(answer)
+
+    targets = Targets(
+        router_url=await serve_answer(router("early")),
+        plain_url="http://127.0.0.1:1",
+        late_router_url=await serve_answer(router("late")),
+    )
+    arms = (Arm.PULL, Arm.PUSH, Arm.PUSH_LATE)
+    plan = HandoffPlan(arms=arms, lengths_tokens=(3,), repeats=1, warmups=0, max_tokens=4)
+    samples = await measure_handoffs(client, targets, plan, random.Random(1))
+    assert sorted(asked) == [("early", "pull"), ("early", "push"), ("late", "push")]
+    assert {sample.arm for sample in samples} == set(arms)
+
+
+def test_late_choice_needs_a_router_for_it() -> None:
+    targets = Targets(router_url="http://a", plain_url="http://b")
+    with pytest.raises(ConfigError, match="push-late needs a router"):
+        targets.url(Arm.PUSH_LATE)
+
+
+def test_every_arm_has_every_place_equally_often() -> None:
+    orders = arm_orders(tuple(Arm), random.Random(1))
+    places = collections.Counter((place, arm) for o in orders for place, arm in enumerate(o))
+    assert len(places) == 16
+    assert set(places.values()) == {6}

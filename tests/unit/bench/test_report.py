@@ -10,14 +10,15 @@ from kvferry.bench.handoff import Arm, HandoffSample
 from kvferry.bench.report import format_table, handoff_record, handoff_table
 
 
-def _sample(arm: Arm, repeat: int, after_prefill_s: float) -> HandoffSample:
+def _sample(arm: Arm, repeat: int, after_prefill_s: float, gap_s: float = 0.05) -> HandoffSample:
     return HandoffSample(
         arm=arm,
         num_prompt_tokens=512,
         repeat=repeat,
         ttft_s=1.0,
+        until_prefill_end_s=1.0 - after_prefill_s,
         after_prefill_s=after_prefill_s,
-        second_gap_s=0.05,
+        second_gap_s=gap_s,
         decode_step_s=0.04,
         num_received_tokens=512,
         num_received_bytes=100,
@@ -39,7 +40,9 @@ def test_record_is_json_with_summaries_and_samples() -> None:
     assert len(record["samples"]) == 10
     medians = {item["arm"]: item["after_prefill_s"]["median"] for item in record["summaries"]}
     assert medians == {"colocated": 0.006, "pull": 0.012}
-    difference = record["pull_less_colocated"][0]["after_prefill_s"]
+    assert [(d["arm"], d["less"]) for d in record["differences"]] == [("pull", "colocated")]
+    assert record["ratios"] == []
+    difference = record["differences"][0]["after_prefill_s"]
     assert round(difference["estimate"], 6) == 0.006
     assert difference["low"] <= difference["estimate"] <= difference["high"]
     assert record["machine"]["num_cores"] >= 1
@@ -47,10 +50,35 @@ def test_record_is_json_with_summaries_and_samples() -> None:
 
 def test_table_shows_medians_and_difference() -> None:
     lines = handoff_table(_SAMPLES, random.Random(1)).splitlines()
-    assert lines[2].split()[:5] == ["512", "colocated", "5", "6.0", "(2.0)"]
-    assert lines[3].split()[:5] == ["512", "pull", "5", "12.0", "(2.0)"]
-    assert lines[4].split()[:3] == ["512", "difference", "+6.0"]
+    assert lines[2].split()[:7] == ["512", "colocated", "5", "994.0", "(2.0)", "6.0", "(2.0)"]
+    assert lines[3].split()[:7] == ["512", "pull", "5", "988.0", "(2.0)", "12.0", "(2.0)"]
+    assert lines[4].split()[:5] == ["512", "pull", "less", "colocated", "-6.0"]
+    assert lines[4].split()[7] == "+6.0"
     assert "transport: shm" in lines[-1]
+
+
+_PUSHED = [*_SAMPLES, *(_sample(Arm.PUSH, n, 0.009 + n / 1000, 0.042) for n in range(5))]
+
+
+def test_push_is_compared_with_pull() -> None:
+    record = json.loads(json.dumps(handoff_record(_PUSHED, {}, random.Random(1))))
+    assert [(r["arm"], r["over"]) for r in record["ratios"]] == [("push", "pull")]
+    gap, after = (record["ratios"][0][name] for name in ("extra_gap_s", "after_prefill_s"))
+    assert (round(gap["estimate"], 6), round(gap["upper_bound"], 6)) == (0.2, 0.2)
+    assert round(after["estimate"], 6) == round(11 / 12, 6)
+    assert after["low"] <= after["estimate"] <= after["upper_bound"] <= after["high"] < 1
+    line = next(
+        line for line in handoff_table(_PUSHED, random.Random(1)).splitlines() if "/ pull" in line
+    )
+    assert line.split()[:4] == ["512", "push", "/", "pull"]
+    assert line.endswith("0.200 [0.200, 0.200] < 0.200")
+
+
+def test_a_ratio_to_nothing_is_no_ratio() -> None:
+    gapless = [_sample(arm, n, 0.01, 0.04) for arm in (Arm.PULL, Arm.PUSH) for n in range(3)]
+    record = json.loads(json.dumps(handoff_record(gapless, {}, random.Random(1))))
+    assert record["ratios"][0]["extra_gap_s"] is None
+    assert handoff_table(gapless, random.Random(1)).splitlines()[-3].split()[-1] == "-"
 
 
 def test_columns_are_aligned() -> None:

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.stats import median_difference, median_interval, quantile, summarise
+from kvferry.bench.stats import (
+    median_difference,
+    median_interval,
+    paired_ratio,
+    quantile,
+    summarise,
+)
 
 _samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
@@ -53,3 +59,24 @@ def test_difference_has_its_sign() -> None:
     interval = median_difference([5.0, 6.0, 7.0], [1.0, 2.0, 3.0], rng)
     assert interval.estimate == 4
     assert 0 < interval.low <= 4 <= interval.high
+
+
+def test_pairs_cancel_what_slows_both() -> None:
+    slowness = [1.0, 5.0, 2.0, 9.0, 3.0]
+    ratio = paired_ratio([1.2 * s for s in slowness], slowness, random.Random(3))
+    assert ratio is not None
+    assert (ratio.low, ratio.high) == pytest.approx((1.2, 1.2))
+
+
+def test_ratio_has_its_bounds_in_order() -> None:
+    rng = random.Random(5)
+    first = [rng.gauss(11, 1) for _ in range(30)]
+    ratio = paired_ratio(first, [rng.gauss(10, 1) for _ in range(30)], rng)
+    assert ratio is not None
+    assert ratio.low < ratio.estimate < ratio.upper_bound < ratio.high
+    assert ratio.estimate == pytest.approx(1.1, abs=0.06)
+
+
+@pytest.mark.parametrize("below", [[0.0, 0.0, 0.0], [1.0, 1.0, -1.0]])
+def test_no_ratio_where_what_is_below_may_not_be_positive(below: list[float]) -> None:
+    assert paired_ratio([1.0, 1.0, 1.0], below, random.Random(1)) is None

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.bench.handoff import Arm
 from kvferry.cli.bench_transfer import format_measurements
 from kvferry.cli.main import run
 from kvferry.transport.measure import CopyMeasurement
+
+
+_A = "http://127.0.0.1:1"
 
 
 class _Instance(BaseHTTPRequestHandler):
@@ -22,7 +26,8 @@ class _Instance(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         moved = 64 if self.path.startswith("/routed") else 0
-        report = {"prefill_end_s": time.monotonic(), "num_received_bytes": moved}
+        mode = self.headers["X-KVFerry-Mode"] or ""
+        report = {"prefill_end_s": time.monotonic(), "num_received_bytes": moved, "mode": mode}
         events = [{"choices": [{"token_ids": [token]}]} for token in range(4)]
         lines = [*map(json.dumps, events), json.dumps({"kv_report": report}), "[DONE]"]
         body = "".join(f"data: {line}\n\n" for line in lines).encode()
@@ -49,14 +54,17 @@ def test_handoffs_of_a_running_deployment(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "record.json"
-    arguments = ["--url", f"{url}/routed/", "--plain-url", url, "--json", str(path)]
+    arguments = ["--url", f"{url}/routed/", "--late-url", f"{url}/routed/late"]
+    arguments += ["--plain-url", url, "--json", str(path), "--arms", ",".join(Arm)]
     few = ["--lengths", "4,6", "--repeats", "2", "--warmups", "0"]
     assert run(["bench", "handoff", *arguments, *few]) == 0
     record = json.loads(path.read_text())
-    assert len(record["samples"]) == 8
+    assert len(record["samples"]) == 16
     assert record["arguments"]["lengths_tokens"] == [4, 6]
+    assert record["arguments"]["arms"] == list(Arm)
     shown = capsys.readouterr().out
-    assert shown.count("difference") == 3
+    assert shown.count("less colocated") == 6
+    assert shown.count("/ pull") == 4
 
 
 def test_a_router_that_moves_nothing_fails_the_run(
@@ -70,6 +78,13 @@ def test_a_router_that_moves_nothing_fails_the_run(
     ("arguments", "code", "words"),
     [
         (["handoff", "--url", "http://127.0.0.1:1"], 2, "give both --url and --plain-url"),
+        (["handoff", "--url", _A, "--plain-url", _A, "--link", "tcp"], 2, "of their own"),
+        (["handoff", "--url", _A, "--plain-url", _A, "--background", "1"], 2, "of their own"),
+        (["handoff", "--url", _A, "--plain-url", _A, "--arms", "push-late"], 1, "needs a router"),
+        (["handoff", "--late-url", _A], 2, "--late-url needs --url"),
+        (["handoff", "--link", "tcp", "--transport", "shm"], 2, "leave out --transport shm"),
+        (["handoff", "--arms", "pull,shove"], 2, "push-late"),
+        (["handoff", "--background", "1", "--rate", "0"], 1, "no prompt arrives"),
         (["handoff", "--lengths", "5,x"], 2, "512,2048"),
         (["handoff", "--max-tokens", "2"], 1, "max tokens must be at least 4"),
         (["engine", "--core", "99999"], 2, "--core 99999 is not available"),

@@ -13,6 +13,7 @@ from kvferry.cluster.commands import engine_arguments, router_arguments
 from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
 
 _READY = Path("/run/x.ready.json")
+_LATE = RouterTopology(mode="push", decode_choice="late")
 _FULL = InstanceGroup(cores=2, num_blocks=8, arguments=("--log-level", "debug"))
 
 
@@ -36,9 +37,12 @@ def test_what_is_set_is_passed_on() -> None:
 
 
 def test_router_knows_every_instance() -> None:
-    topology = Topology(router=RouterTopology(port=81))
     arguments = router_arguments(
-        topology, prefill=["http://a:1"], decode=["http://b:2", "http://c:3"], ready_path=_READY
+        "127.0.0.1",
+        RouterTopology(port=81),
+        prefill=["http://a:1"],
+        decode=["http://b:2", "http://c:3"],
+        ready_path=_READY,
     )
     assert arguments[0] == "router"
     assert arguments[arguments.index("--port") + 1] == "81"
@@ -50,13 +54,25 @@ def test_router_knows_every_instance() -> None:
     ]
 
 
+def test_router_s_choices_are_its_own_unless_set() -> None:
+    def flags(router: RouterTopology) -> set[str]:
+        arguments = router_arguments("::1", router, prefill=["a"], decode=["b"], ready_path=_READY)
+        return {"--mode", "--decode-choice"} & set(arguments)
+
+    assert flags(RouterTopology()) == set()
+    assert flags(RouterTopology(mode="push")) == {"--mode"}
+    assert flags(_LATE) == {"--mode", "--decode-choice"}
+
+
 @pytest.mark.parametrize("group", [_FULL, InstanceGroup(kv_cache_gib=0.5)])
 def test_commands_accept_the_arguments(group: InstanceGroup) -> None:
     topology = Topology(transport="shm", dtype="float32")
     command: click.Command = build_command()
     for words in (
         engine_arguments(topology, group, "decode-1", _READY),
-        router_arguments(topology, prefill=["http://a"], decode=["http://b"], ready_path=_READY),
+        router_arguments(
+            "::1", _LATE, prefill=["http://a"], decode=["http://b"], ready_path=_READY
+        ),
     ):
         found, rest = command, words
         while isinstance(found, click.Group):

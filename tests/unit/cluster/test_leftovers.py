@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cluster.leftovers import Footprint, footprint_of, remaining
-from kvferry.cluster.supervisor import Deployment, RunningInstance
+from kvferry.cluster.supervisor import Deployment, RunningInstance, RunningRouter
 from kvferry.protocol.params import Role
 
 
@@ -71,3 +71,14 @@ def test_nothing_is_left_of_what_has_ended(listener: socket.socket) -> None:
 def test_instances_without_a_control_address_are_fine() -> None:
     deployment = Deployment(router_url="http://127.0.0.1:9", router_pid=1, instances=())
     assert footprint_of(deployment).addresses == {("127.0.0.1", 9)}
+
+
+def test_further_routers_are_seen_too(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    router = RunningRouter(name="router-1", url=f"http://127.0.0.1:{port}", pid=os.getpid())
+    deployment = Deployment(
+        router_url="http://127.0.0.1:9", router_pid=1, instances=(), further_routers=(router,)
+    )
+    footprint = footprint_of(deployment)
+    assert os.getpid() in footprint.pids
+    assert ("127.0.0.1", port) in footprint.addresses

@@ -33,6 +33,10 @@ kv_cache_gib = 0.5
 
 [router]
 port = 8123
+mode = "push"
+
+[[further_routers]]
+decode_choice = "late"
 """
 
 
@@ -52,8 +56,13 @@ def test_full_file() -> None:
             InstanceGroup(count=2, cores=3, num_blocks=64, arguments=("--log-level", "debug")),
         ),
         decode=(InstanceGroup(), InstanceGroup(count=2, kv_cache_gib=0.5)),
-        router=RouterTopology(port=8123),
+        router=RouterTopology(port=8123, mode="push"),
+        further_routers=(RouterTopology(decode_choice="late"),),
     )
+
+
+def test_first_router_is_the_one_that_clients_are_told_of() -> None:
+    assert [router.port for router in parse_topology(_FULL, source="test").routers] == [8123, 0]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,9 @@ def test_full_file() -> None:
         ("[[decode]]\ncount = -1\n[[decode]]\ncount = 3", ["decode.count is -1"]),
         ("[[decode]]\ncores = 0", ["decode.cores is 0"]),
         ("[[decode]]\nnum_blocks = 1\nkv_cache_gib = 1.0", ["num_blocks and kv_cache_gib"]),
+        ("[[further_routers]]\nmoed = 1", ["[[further_routers]]", "'moed'", "'mode'"]),
+        ("[router]\nmode = 'shove'", ["router.mode is 'shove'", "pull, push"]),
+        ("[[further_routers]]\ndecode_choice = 'x'", ["decode_choice is 'x'", "early or late"]),
         ("[router]\nport = 70000", ["router.port is 70000"]),
         ("model = ", ["not TOML"]),
     ],
@@ -96,3 +108,9 @@ def test_counts_override_the_groups() -> None:
 def test_counts_that_are_not_given_change_nothing() -> None:
     topology = parse_topology(_FULL, source="test")
     assert topology.with_counts() == topology
+
+
+def test_engine_arguments_reach_every_group() -> None:
+    changed = parse_topology(_FULL, source="test").with_engine_arguments("--ucx-tls", "tcp")
+    assert changed.prefill[0].arguments == ("--log-level", "debug", "--ucx-tls", "tcp")
+    assert [group.arguments for group in changed.decode] == [("--ucx-tls", "tcp")] * 2
