@@ -142,12 +142,13 @@ async def measure_handoffs(
     if an answer is not what its arm says (a pull that moved nothing, a report without times).
     """
     samples = []
+    urls = {arm: targets.url(arm) for arm in plan.arms}
     orders = arm_orders(plan.arms, rng)
     for repeat in range(-plan.warmups, plan.repeats):
         for length in plan.lengths_tokens:
             for arm in orders[repeat % len(orders)]:
                 body = _body(plan, length, rng)
-                answer = await client.stream(targets.url(arm), body, mode=arm.mode)
+                answer = await client.stream(urls[arm], body, mode=arm.mode)
                 sample = _sample(arm, length, repeat, answer)
                 if repeat >= 0:
                     samples.append(sample)

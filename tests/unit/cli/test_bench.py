@@ -16,7 +16,6 @@ from kvferry.cli.bench_transfer import format_measurements
 from kvferry.cli.main import run
 from kvferry.transport.measure import CopyMeasurement
 
-
 _A = "http://127.0.0.1:1"
 
 
