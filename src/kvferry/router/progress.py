@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 _END = b"[DONE]"
+_NOTHING = msgspec.Raw(b"")
 
 
 class _Progress(msgspec.Struct):
@@ -17,7 +18,7 @@ class _Progress(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     kv_progress: _Progress | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NOTHING
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -51,7 +52,7 @@ class PrefillEvents:
         except (msgspec.DecodeError, RecursionError):
             decoded = _Event()
         if decoded.kv_progress is None:
-            self.answer, self.is_error = data, decoded.error is not None
+            self.answer, self.is_error = data, bytes(decoded.error) not in (b"", b"null")
             return None
         progress = decoded.kv_progress
         return min(1.0, progress.num_computed_tokens / max(1, progress.num_prompt_tokens))

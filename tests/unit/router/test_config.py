@@ -34,6 +34,7 @@ def test_other_urls_are_refused(url: str) -> None:
     [
         ("prefill_urls", ()), ("decode_urls", ()), ("port", 70_000), ("max_inflight", 0),
         ("request_timeout_s", 0.0), ("shutdown_timeout_s", -1.0),
+        ("decode_choice_progress", 1.5), ("max_outstanding_handoffs", 0), ("queue_timeout_s", 0.0),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(option: str, value: object) -> None:

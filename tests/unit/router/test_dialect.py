@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import Mode, Role, parse_params
+from kvferry.protocol.ids import Epoch, InstanceId, TransferId
+from kvferry.protocol.params import Mode, OnFailure, PeerAddress, Role, parse_params
 from kvferry.router.dialect import KvferryDialect, hide_transfer_params
 from kvferry.router.parsing import parse_body
 
@@ -20,6 +20,40 @@ def test_prefill_body_is_one_that_engines_accept() -> None:
     params = parse_params(body.pop("kv_transfer_params"))
     assert (params.transfer_id, params.role, params.mode) == ("xfer-1", Role.PREFILL, Mode.PULL)
     assert body == {"prompt": "a", "stream": False, "min_tokens": 5}
+
+
+def test_progress_is_asked_for_only_where_it_is_wanted() -> None:
+    dialect = KvferryDialect()
+    bodies = [
+        json.loads(dialect.prefill_body(_BODY, TransferId("x"), Mode.PUSH, wants_progress=wanted))
+        for wanted in (False, True)
+    ]
+    assert [body.get("kv_progress") for body in bodies] == [None, True]
+
+
+@pytest.mark.parametrize("on_failure", list(OnFailure))
+def test_push_params_are_ones_that_engines_accept(on_failure: OnFailure) -> None:
+    peer = PeerAddress(InstanceId("p"), Epoch(7), "tcp://h:1")
+    raw = json.loads(bytes(KvferryDialect().push_params(TransferId("x"), peer, on_failure)))
+    assert raw["on_failure"] == on_failure.value  # said, though one is the default
+    params = parse_params(raw)
+    assert (params.role, params.mode, params.peer) == (Role.DECODE, Mode.PUSH, peer)
+    assert params.on_failure is on_failure
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_not_needed"),
+    [
+        (b'{"choices": [{"finish_reason": "not_needed", "text": ""}]}', True),
+        (b'{"choices": [{"finish_reason": "length"}]}', False),
+        (b'{"choices": [{"finish_reason": null}]}', False),
+        (b'{"choices": []}', False),
+        (b"{}", False),
+        (b"not_needed", False),
+    ],
+)
+def test_prefill_says_when_it_was_not_needed(answer: bytes, is_not_needed: bool) -> None:
+    assert KvferryDialect().is_not_needed(answer) is is_not_needed
 
 
 def test_decode_body_carries_the_offer_byte_for_byte() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.errors import RequestError
 from kvferry.protocol.params import Mode, Role
-from kvferry.router.decider import PlainReason, decide
+from kvferry.router.config import RouteMode
+from kvferry.router.decider import PlainReason, decide, wanted_mode
 from kvferry.router.filters import apply_filters, excluding, usable
 from kvferry.router.fleet import FleetSnapshot, Health, InstanceView
 from kvferry.router.parsing import RequestTraits
@@ -84,6 +86,19 @@ def test_one_sequence_is_split(
 ) -> None:
     decision = decide(traits, may_push=False)
     assert (decision.mode, decision.plain_reason) == (mode, reason)
+
+
+def test_one_sequence_is_pushed_where_it_may() -> None:
+    assert decide(RequestTraits(), may_push=True).mode is Mode.PUSH
+    assert decide(RequestTraits(num_choices=2), may_push=True).mode is None
+
+
+def test_a_request_may_ask_for_a_mode() -> None:
+    assert wanted_mode(None, RouteMode.PULL) is RouteMode.PULL
+    assert wanted_mode(" Push ", RouteMode.PULL) is RouteMode.PUSH
+    for wrong in ("", "p", "push,pull"):
+        with pytest.raises(RequestError, match="auto, pull, push"):
+            wanted_mode(wrong, RouteMode.AUTO)
 
 
 def test_only_what_went_wrong_is_a_fallback() -> None:
