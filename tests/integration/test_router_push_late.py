@@ -233,8 +233,12 @@ async def test_client_that_leaves_the_queue_takes_no_place() -> None:
 
 async def test_an_admitted_prefill_makes_way_for_the_next() -> None:
     gate = asyncio.Event()
-    options = {"decode_choice": _LATE, "max_outstanding_handoffs": 1, "queue_timeout_s": 0.2}
-    async with deployment(capabilities=_BOTH, **options) as world:
+    async with deployment(
+        capabilities=_BOTH,
+        decode_choice=_LATE,
+        max_outstanding_handoffs=1,
+        queue_timeout_s=0.2,
+    ) as world:
         world.p.once.append(Script(progress=_PROGRESS, before_event={1: gate}))
         first = asyncio.create_task(_answer(world))
         await world.p.wait_until(lambda: len(world.p.received) == 1)
