@@ -264,7 +264,7 @@ class Scheduler:
         if receives:
             num_tokens = request.num_prompt_tokens
         lacking = self.blocks_for(num_tokens) - len(cached)
-        if receives and not self._receives.may_receive(request, lacking):
+        if receives and not self._may_receive(plan, request, lacking):
             self._pool.drop(cached)
             return _Admission.LATER
         if not self._has_room(lacking):
@@ -283,6 +283,15 @@ class Scheduler:
         missing = request.num_prompt_tokens - num_cached_tokens
         worth_it = missing > 0 and missing >= self._recompute_threshold_tokens
         return request.wants_receive and worth_it
+
+    def _may_receive(self, plan: StepPlan, request: LiveRequest, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` may be given to the peer, beside what this plan gives to peers."""
+        planned = sum(
+            len(start.blocks)
+            for start in plan.receives
+            if not self._receives.is_peer_at_work(start.request)
+        )
+        return self._receives.may_receive(request, planned + num_blocks)
 
     def _note_admitted(self, plan: StepPlan, request: LiveRequest, receives: bool) -> None:
         if receives or (request.num_preemptions == 0 and not request.receive_outcome):
@@ -306,13 +315,14 @@ class Scheduler:
     # -- taking back what a peer has not filled -------------------------------------------------
 
     def _take_back_for_nobody(self, plan: StepPlan) -> None:
-        """The first in the queue lacks blocks, and nothing runs that would give any back.
+        """The first in the queue lacks blocks, and nothing goes on that would give any back.
 
         A registration whose prefill waits at the peer may be what the peer's own queue waits for.
         """
-        if not self.running and not self.ready:
-            idle = [r for r in self.receiving if not self._receives.is_peer_at_work(r)]
-            self._take_back(plan, idle)
+        if self.running or self.ready:
+            return
+        if not any(self._receives.is_peer_at_work(request) for request in self.receiving):
+            self._take_back(plan, self.receiving)
 
     def _take_back(self, plan: StepPlan, candidates: Sequence[LiveRequest]) -> bool:
         """Take the blocks of the youngest candidate from its peer; whether blocks will come back.
