@@ -211,7 +211,12 @@ async def test_decode_is_begun_elsewhere_for_the_same_transfer(
             await second.wait_until(lambda: len(second.received) == 1)
         gate.set()
         assert await call == (200, DEFAULT_ANSWER)
-        assert first.received[0].params == second.received[0].params
+        told, again = first.received[0].params, second.received[0].params
+        assert told is not None
+        assert again is not None
+        shared = ("transfer_id", "mode", "role", "peer")
+        assert [told[name] for name in shared] == [again[name] for name in shared]
+        assert ("first_token" in told, "first_token" in again) == (False, is_prefill_done)
         assert len(world.p.received) == 1
         assert await world.outcomes() == {"ok": 1}
         assert await world.metric("kvferry_router_leg_retries_total", leg="decode") == 1

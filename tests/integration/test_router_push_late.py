@@ -49,11 +49,26 @@ async def test_decode_is_chosen_by_load_when_prefill_has_come_so_far() -> None:
         assert params is not None
         assert params["mode"] == "push"
         assert params["peer"]["instance_id"] == "prefill-0"
+        assert "first_token" not in params
         gates[4].set()
         assert await call == (200, b"".join(DEFAULT_EVENTS))
         assert world.d.received == []
         assert await world.outcomes() == {"ok": 1}
         assert await world.metric("kvferry_router_handoffs_total", choice="late") == 1
+
+
+async def test_a_prompt_computed_at_once_is_chosen_for_with_its_first_token() -> None:
+    gates = {2: asyncio.Event()}
+    async with deployment(capabilities=_BOTH, decode_choice=_LATE) as world:
+        world.p.prefill = Script(progress=((0, 9), (9, 9)), before_event=gates)
+        call = asyncio.create_task(_answer(world))
+        await world.p.wait_until(lambda: len(world.p.received) == 1)
+        await _wait_credits(world, 0)
+        gates[2].set()
+        assert (await call)[0] == 200
+        params = world.d.received[0].params
+        assert params is not None
+        assert "first_token" in params
 
 
 async def test_legs_in_flight_count_before_free_blocks() -> None:
@@ -79,7 +94,10 @@ async def test_engine_without_progress_is_waited_for() -> None:
         assert world.d.received == []
         gate.set()
         assert (await call)[0] == 200
-        assert world.d.roles() == ["decode"]
+        params = world.d.received[0].params
+        assert params is not None
+        assert params["mode"] == "push"
+        assert params["first_token"] == {"token_id": 7, "seed": 1}  # it is known by then
         assert await world.outcomes() == {"ok": 1}
 
 

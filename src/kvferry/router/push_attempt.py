@@ -117,7 +117,10 @@ class PushAttempt:
         tools, context = self._tools, self._context
         self._tried_decode_urls.append(view.url)
         transfer_id = self._leg.transfer_id
-        params = tools.dialect.push_params(transfer_id, self._peer, self._on_failure())
+        # What prefill has offered by now carries the first token: decode need not wait for it.
+        params = context.offered or tools.dialect.push_params(
+            transfer_id, self._peer, self._on_failure()
+        )
         body = tools.dialect.decode_body(context.parsed(), params)
         headers = tools.signer.signed(context.headers, body, transfer_id)
         note_receiver(context, view)
@@ -168,7 +171,9 @@ class PushAttempt:
     # -- late choice --------------------------------------------------------------------------
     def _on_progress(self, share: float) -> None:
         self._credit.close()  # Progress is told from the admission on.
-        if share >= self._tools.config.decode_choice_progress and not self._choice_due.done():
+        # With all computed the answer is next, and its first token is worth that moment.
+        is_due = self._tools.config.decode_choice_progress <= share < 1
+        if is_due and not self._choice_due.done():
             self._choice_due.set_result(None)
 
     def _choose_late(self) -> None:
@@ -212,7 +217,8 @@ class PushAttempt:
     def _accept(self, answer: LegAnswer) -> None:
         dialect = self._tools.dialect
         self._context.is_prefill_done = True
-        if dialect.offered_params(answer.body) is not None:
+        self._context.offered = dialect.offered_params(answer.body)
+        if self._context.offered is not None:
             self._limit_decode()
             if not self._choice_due.done():
                 self._choice_due.set_result(None)
