@@ -153,7 +153,9 @@ class Planner:
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
         """See ``ConnectorPort.withdraw``."""
         with self._lock:
-            return self._sender.withdraw(transfer_id) + self._push_sender.withdraw(transfer_id)
+            if transfer_id in self._sender:
+                return self._sender.withdraw(transfer_id)
+            return self._push_sender.withdraw(transfer_id)
 
     def give_up_oldest(self, num_blocks: int) -> tuple[int, list[Effect]]:
         """See ``ConnectorPort.give_up_oldest``."""

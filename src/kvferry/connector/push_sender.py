@@ -138,7 +138,14 @@ class PushSender:
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
         """See ``ConnectorPort.withdraw``."""
         send = self._sends.get(transfer_id)
-        return self._step(send, SendEvent.WITHDRAWN) if send is not None else []
+        if send is not None:
+            return self._step(send, SendEvent.WITHDRAWN)
+        self._early.pop(transfer_id)
+        if transfer_id in self._ends:
+            return []
+        # Refused before it began: whoever has registered, or will, need not wait for it.
+        failed = Failed(transfer_id, FailureReason.ABORTED, True, "the prefill never began")
+        return [self._remember_end(transfer_id, failed)]
 
     def take_stopped(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
@@ -327,11 +334,11 @@ class PushSender:
             case SendAction.TELL_FIRST_TOKEN if send.end is not None:
                 return [Notify(send.transfer_id, first_token_notice(send, send.end))]
             case SendAction.TELL_WRITTEN if send.end is not None:
-                return [self._tell_end(send, written_notice(send, send.end))]
+                return [self._remember_end(send.transfer_id, written_notice(send, send.end))]
             case SendAction.TELL_FAILED:
                 reason = _REASON_OF_END[event]
                 failed = Failed(send.transfer_id, reason, not send.running, send.detail[:1024])
-                return [self._tell_end(send, failed)]
+                return [self._remember_end(send.transfer_id, failed)]
             case SendAction.TELL_QUIET:
                 generation = send.registration.generation if send.registration else 0
                 return [Notify(send.transfer_id, Quiet(send.transfer_id, generation))]
@@ -368,16 +375,16 @@ class PushSender:
         self._next_write_id += 1
         return effects
 
-    def _tell_end(self, send: Send, notice: Notice) -> Effect:
-        self._ends[send.transfer_id] = notice
+    def _remember_end(self, transfer_id: TransferId, notice: Notice) -> Effect:
+        self._ends[transfer_id] = notice
         while len(self._ends) > MAX_REMEMBERED_ENDS:
             self._ends.popitem(last=False)
-        return Notify(send.transfer_id, notice)
+        return Notify(transfer_id, notice)
 
     def _close(self, send: Send, event: SendEvent) -> Effect:
         self._sends.pop(send.transfer_id, None)
         if send.transfer_id not in self._ends:
-            self._tell_end(send, Quiet(send.transfer_id, 2**40))
+            self._remember_end(send.transfer_id, Quiet(send.transfer_id, 2**40))
         outcome = "written" if event is SendEvent.ALL_WRITTEN else event.value
         self.outcomes[outcome] += 1
         return CountOfferEnd(outcome)

@@ -73,6 +73,10 @@ class OfferPlanner:
         self._num_leases: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
 
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether ``transfer_id`` is, or was lately, an offer."""
+        return transfer_id in self._offers or transfer_id in self._ends
+
     @property
     def num_offers(self) -> int:
         """Offers held or still being read."""

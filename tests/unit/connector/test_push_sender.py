@@ -291,3 +291,15 @@ def test_a_transfer_id_is_used_once(world: World) -> None:
         world.planner.begin_send(TRANSFER, PROMPT)
     world.pool.drop(blocks)
     world.assert_idle()
+
+
+def test_a_prefill_that_never_begins_is_told_to_who_registered_or_will(world: World) -> None:
+    world.planner.answer_register(READER, make_register())
+    (failed,) = notices(world.planner.withdraw(TRANSFER))
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.is_quiet) == (FailureReason.ABORTED, True)
+    reply, effects = world.planner.answer_register(READER, make_register(1))
+    assert isinstance(reply, Declined)
+    assert notices(effects) == [failed]
+    assert world.planner.withdraw(TRANSFER) == []
+    world.assert_idle()
