@@ -65,6 +65,22 @@ async def test_all_start_and_all_end(tmp_path: Path) -> None:
     assert not any(map(_runs, pids))
 
 
+async def test_further_routers_are_started_watched_and_ended(tmp_path: Path) -> None:
+    late = RouterTopology(decode_choice="late", arguments=("--behave", "die-on-usr1"))
+    topology = Topology(further_routers=(late,))
+    async with Supervisor(topology, tmp_path, config=_config()) as supervisor:
+        deployment = await supervisor.start()
+        (router,) = deployment.further_routers
+        assert router.name == "router-1"
+        assert router.url != deployment.router_url
+        pids = [router.pid, *_pids(deployment)]
+        assert all(map(_runs, pids))
+        os.kill(router.pid, signal.SIGUSR1)
+        with pytest.raises(ClusterError, match="router-1 ended with code 7"):
+            await supervisor.guard(asyncio.sleep(_BOUND_S))
+    assert not any(map(_runs, pids))
+
+
 async def test_each_instance_is_on_its_own_cores(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core only")

@@ -163,7 +163,8 @@ def test_demo_ends_well() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "demo: ok"
-    assert ended.stdout.count(" yes ") >= 3
+    assert ended.stdout.count(" yes ") == 6
+    assert ended.stdout.count(" pull ") == ended.stdout.count(" push ") == 3
 
 
 def test_ctrl_c_before_all_is_ready_ends_it_quietly() -> None:

@@ -142,15 +142,12 @@ class CompletionClient:
     ) -> StreamedAnswer:
         """POST ``body`` to ``url`` and return the streamed answer, token ids and report included.
 
-        ``mode`` is asked of a router for this request. ``on_token`` hears the time of each token
-        as it comes, also of an answer that is cancelled later. Raises ``MeasurementError`` if the
-        answer is an error, is malformed, ends early or has no token ids.
+        ``mode`` is asked of a router; ``on_token`` hears the time of each token as it comes.
+        Raises ``MeasurementError`` if the answer is an error, is malformed, ends early or has no
+        token ids.
         """
         payload = {**body, "stream": True, "return_token_ids": True, "kv_report": True}
-        encoded = msgspec.json.encode(payload)
-        headers = {"Content-Type": "application/json"}
-        if mode is not None:
-            headers[MODE_HEADER] = mode
+        encoded, headers = msgspec.json.encode(payload), _headers(mode)
         collector = _Collector(url, on_token)
         first_byte_s: float | None = None
         is_complete = False
@@ -194,6 +191,11 @@ class CompletionClient:
                 data = [line[5:].removeprefix(b" ") for line in lines if line[:5] == b"data:"]
                 if data:
                     yield b"\n".join(data), now_s
+
+
+def _headers(mode: str | None) -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    return headers if mode is None else {**headers, MODE_HEADER: mode}
 
 
 async def _require_success(url: str, response: aiohttp.ClientResponse) -> None:
