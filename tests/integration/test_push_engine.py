@@ -209,7 +209,8 @@ def test_abort_of_the_decode_leg(pair: Pair, num_steps: int) -> None:
 
 
 def test_the_prefill_is_preempted(folder: Path, plain: Side) -> None:
-    tiny = {"num_blocks": 14, "max_num_sequences": 4, "prefix_caching": False}
+    slowly = {"prefill_chunk_tokens": 5, "max_num_sequences": 4}
+    tiny = {"num_blocks": 14, "prefix_caching": False} | slowly
     with sides(folder, tiny, {}) as (prefill, decode):
         older_prompt, prompt = random_prompt(60, 20), random_prompt(140, 21)
         prefill.gate.allow(1)
@@ -221,6 +222,8 @@ def test_the_prefill_is_preempted(folder: Path, plain: Side) -> None:
         assert answer.wait().tokens == expected(plain, prompt)
         assert older.wait().tokens == expected(plain, older_prompt, 60)
         assert sent.wait().reason is FinishReason.LENGTH
+        assert report_of(sent).num_preemptions > 0
+        assert report_of(answer).receive_outcome == "received"
 
 
 def test_a_receive_gives_way_to_what_runs(folder: Path, plain: Side) -> None:

@@ -285,7 +285,13 @@ class Scheduler:
         return request.wants_receive and worth_it
 
     def _may_receive(self, plan: StepPlan, request: LiveRequest, num_blocks: int) -> bool:
-        """Whether ``num_blocks`` may be given to the peer, beside what this plan gives to peers."""
+        """Whether ``num_blocks`` may be given to the peer, beside what this plan gives to peers.
+
+        Who had blocks taken back gets others once its prefill is at work: the first in the queue,
+        for whom it was done, goes first.
+        """
+        if request.is_given_back and not self._receives.is_peer_at_work(request):
+            return False
         planned = sum(
             len(start.blocks)
             for start in plan.receives
