@@ -50,12 +50,13 @@ class BackgroundPlan:
     num_streams: int = 4
     arrivals_per_s: float = 10.0
     length_tokens: int = 2048
-    """Of each arriving prompt."""
+    """Of each arriving prompt, less its last token. A cache of whole blocks then lacks just that
+    one where this is a multiple of the block size: nobody computes more than one token."""
     window_s: float = 5.0
     rounds: int = 8
     """Windows of each arm that count; one round before does not."""
     num_moving: int = 12
-    """Prompts that take turns in ``pull`` and ``push``."""
+    """Prompts that take turns in ``pull`` and ``push``: more than decode's pool can keep."""
     num_held: int = 2
     max_stream_tokens: int = 1_024
     """Bounds a background stream, which a window ends long before."""
@@ -129,8 +130,8 @@ class BackgroundBench:
         self._plan = plan
         self._rng = rng
         self._clock = clock
-        self._moving = [self._prompt(plan.length_tokens) for _ in range(plan.num_moving)]
-        self._held = [self._prompt(plan.length_tokens) for _ in range(plan.num_held)]
+        self._moving = [self._prompt(plan.length_tokens + 1) for _ in range(plan.num_moving)]
+        self._held = [self._prompt(plan.length_tokens + 1) for _ in range(plan.num_held)]
         self._next_moving = itertools.cycle(self._moving)
 
     async def run(self, on_step: Callable[[], None] = lambda: None) -> list[WindowSample]:

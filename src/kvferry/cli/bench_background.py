@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
 from dataclasses import replace
@@ -29,35 +30,42 @@ from kvferry.protocol.params import Role
 _TIMEOUT = aiohttp.ClientTimeout(total=300)
 _BLOCK_TOKENS = 16
 _ROOM_PROMPTS = 6
-"""Arriving prompts that fit beside what must fit; fewer than take turns, so that decode misses."""
+"""Arriving prompts that fit beside the streams on decode, and beside all prompts on prefill."""
+_SPARE_TURNS = 3
 
 
-def sized_for_background(topology: Topology, plan: BackgroundPlan) -> Topology:
-    """Return one prefill instance that can keep every prompt, and one decode that cannot."""
-    topology = topology.with_counts(prefill=1, decode=1)
+def sized_for_background(
+    topology: Topology, plan: BackgroundPlan
+) -> tuple[Topology, BackgroundPlan]:
+    """Return one prefill instance that keeps every prompt and one decode that cannot.
+
+    So many prompts take turns in the returned plan that decode has lost each when it comes again.
+    """
     prompt_blocks = plan.length_tokens // _BLOCK_TOKENS + 2
     stream_blocks = plan.stream_tokens // _BLOCK_TOKENS + 1
-    num_prompts = plan.num_moving + plan.num_held
-    pools = {
-        Role.PREFILL: (num_prompts + _ROOM_PROMPTS) * prompt_blocks,
-        Role.DECODE: _ROOM_PROMPTS * prompt_blocks + plan.num_streams * stream_blocks,
-    }
+    decode_blocks = _ROOM_PROMPTS * prompt_blocks + plan.num_streams * stream_blocks
+    plan = replace(plan, num_moving=math.ceil(decode_blocks / prompt_blocks) + _SPARE_TURNS)
+    prefill_blocks = (plan.num_moving + plan.num_held + _ROOM_PROMPTS) * prompt_blocks
+    topology = topology.with_counts(prefill=1, decode=1)
     prefill, decode = (
-        (replace(groups[0], num_blocks=pools[role], kv_cache_gib=None),)
-        for role, groups in topology.groups_by_role().items()
+        (replace(groups[0], num_blocks=num_blocks, kv_cache_gib=None),)
+        for groups, num_blocks in (
+            (topology.prefill, prefill_blocks),
+            (topology.decode, decode_blocks),
+        )
     )
-    return replace(topology, prefill=prefill, decode=decode)
+    return replace(topology, prefill=prefill, decode=decode), plan
 
 
 def run_background(
     topology: Topology, plan: BackgroundPlan, *, seed: int, verbose: bool, json_path: Path | None
 ) -> None:
     """Measure, show the table, write the record."""
+    sized, plan = sized_for_background(topology, plan)
 
     async def measure(deployment: Deployment) -> list[WindowSample]:
         return await _measure(deployment, plan, seed)
 
-    sized = sized_for_background(topology, plan)
     samples = run_to_end(with_deployment(sized, measure, verbose=verbose))
     click.echo(background_table(samples, random.Random(seed)))
     arguments: dict[str, object] = {

@@ -118,6 +118,7 @@ async def test_arms_alternate_over_prompts_that_prefill_has(
     warmed = deployment.warmed[:4]
     assert deployment.warmed == warmed * 2
     assert {prompt for _, prompt in deployment.arrived} == set(warmed)
+    assert {len(prompt) for prompt in warmed} == {_LENGTH + 1}
     moving = [prompt for _, prompt in deployment.arrived if prompt != warmed[3]]
     assert moving == [warmed[turn % 3] for turn in range(len(moving))]
     assert Counter(mode for mode, _ in deployment.arrived)["push"] == 15
