@@ -40,6 +40,7 @@ class RouterFigures:
         }
         self.leg_seconds = {role: self._group.leg_s.labels(role.value) for role in Role}
         self._declare_legs(metrics.registry)
+        self._declare_handoffs(metrics.registry)
         self._declare_times(metrics.registry)
 
     def _declare_legs(self, registry: CollectorRegistry) -> None:
@@ -57,6 +58,14 @@ class RouterFigures:
             registry=registry,
         )
         self.leg_retries = {role: retries.labels(role.value) for role in Role}
+        self._legs_failed = Counter(
+            "kvferry_router_legs_failed",
+            "Legs that an instance failed, by cause",
+            ["instance", "leg", "cause"],
+            registry=registry,
+        )
+
+    def _declare_handoffs(self, registry: CollectorRegistry) -> None:
         handoffs = Counter(
             "kvferry_router_handoffs",
             "Handoffs begun, by mode and by when decode is chosen (early, late, after_prefill)",
@@ -75,12 +84,6 @@ class RouterFigures:
         self.credit_waits = Counter(
             "kvferry_router_credit_waits",
             "Requests that had to wait for a decode instance to take one more handoff",
-            registry=registry,
-        )
-        self._legs_failed = Counter(
-            "kvferry_router_legs_failed",
-            "Legs that an instance failed, by cause",
-            ["instance", "leg", "cause"],
             registry=registry,
         )
         cancels = Counter(
