@@ -32,6 +32,10 @@ class Holds:
         """Distinct blocks under a hold."""
         return self._leases.num_blocks_leased
 
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether ``transfer_id`` has a hold."""
+        return transfer_id in self._lease_of
+
     def take(self, transfer_id: TransferId, blocks: Sequence[BlockNumber]) -> list[Effect]:
         """Hold ``blocks``; what is oldest gives way where the share would be exceeded."""
         excess = self.num_blocks + len(blocks) - self._max_blocks

@@ -267,6 +267,11 @@ class PushReceiver:
             return effects
         if fill.state is FillState.QUARANTINED:
             return effects + self._on_quiet(fill, notice.generation)
+        if fill.state is FillState.ANNOUNCED:
+            self._leave(fill, notice.generation)
+            fill.outcome = ReceiveOutcome.FAILED
+            fill.detail = "its blocks were given back, and the sender has written them since"
+            return effects + self._step(fill, FillEvent.FAILED_QUIET)
         expected = (fill.first_block, len(fill.blocks), fill.prompt.num_tokens)
         if (notice.first_block, notice.num_blocks, notice.num_tokens) != expected:
             fill.detail = "the sender wrote other positions than were registered"
@@ -294,7 +299,7 @@ class PushReceiver:
 
     def _leave(self, fill: Fill, generation: int) -> None:
         """Take the blocks of ``generation`` and older ones out of quarantine."""
-        current = -1 if fill.state is FillState.QUARANTINED else fill.generation
+        current = fill.generation if fill.state is FillState.FILLING else -1
         for quiet in [g for g in fill.quarantined if g <= generation and g != current]:
             self._quarantine.leave((fill.transfer_id, quiet))
             fill.quarantined.discard(quiet)

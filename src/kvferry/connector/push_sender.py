@@ -81,6 +81,8 @@ class PushSender:
         self._sends: OrderedDict[TransferId, Send] = OrderedDict()
         self._early = EarlyRegistrations(config, clock)
         self._ends: OrderedDict[TransferId, Notice] = OrderedDict()
+        self._unwanted: OrderedDict[TransferId, bool] = OrderedDict()
+        """Released before they were begun."""
         self._running_blocks: Counter[str] = Counter()
         self._next_write_id = 1
         self._stopped: list[TransferId] = []
@@ -103,6 +105,8 @@ class PushSender:
         send = Send(transfer_id, prompt)
         self._sends[transfer_id] = send
         effects: list[Effect] = [Notify(transfer_id, Admitted(transfer_id))]
+        if self._unwanted.pop(transfer_id, False):
+            return effects + self._step(send, SendEvent.RELEASED)
         early = self._early.pop(transfer_id)
         if early is None:
             return effects
@@ -159,7 +163,8 @@ class PushSender:
         for send in list(self._sends.values()):
             if num_freed >= num_blocks:
                 break
-            if send.state is SendState.HELD:
+            # A send that is just being completed must not make room for itself.
+            if send.state is SendState.HELD and send.transfer_id in self._holds:
                 num_freed += len(send.blocks)
                 effects += self._step(send, SendEvent.PRESSURE)
         return num_freed, effects
@@ -216,7 +221,12 @@ class PushSender:
         self._early.pop(message.transfer_id)
         send = self._sends.get(message.transfer_id)
         if send is None:
-            return (Released(), []) if message.transfer_id in self._ends else None
+            if message.transfer_id in self._ends:
+                return Released(), []
+            self._unwanted[message.transfer_id] = True
+            if len(self._unwanted) > MAX_REMEMBERED_ENDS:
+                self._unwanted.popitem(last=False)
+            return None
         is_quiet = not send.running
         return Released(is_quiet), self._step(send, SendEvent.RELEASED)
 

@@ -274,3 +274,23 @@ def test_misuse_by_the_engine_is_told(world: World) -> None:
         world.planner.receive(TRANSFER, [], 0)
     with pytest.raises(RequestError, match="already being received"):
         world.planner.begin_receive(TRANSFER, PEER, PROMPT, Mode.PUSH)
+
+
+def test_blocks_given_back_and_then_written_are_quiet_and_the_push_has_failed(
+    world: World,
+) -> None:
+    blocks = start(world)
+    world.planner.give_back(TRANSFER)
+    world.pool.drop(blocks)
+    notice(world, WRITTEN)
+    assert only_outcome(world) is ReceiveOutcome.FAILED
+    world.assert_idle()
+
+
+def test_a_failed_sender_frees_what_was_given_back_before(world: World) -> None:
+    blocks = start(world)
+    world.planner.give_back(TRANSFER)
+    world.pool.drop(blocks)
+    notice(world, Failed(TRANSFER, FailureReason.ABORTED, is_quiet=True))
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.assert_idle()

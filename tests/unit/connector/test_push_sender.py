@@ -303,3 +303,20 @@ def test_a_prefill_that_never_begins_is_told_to_who_registered_or_will(world: Wo
     assert notices(effects) == [failed]
     assert world.planner.withdraw(TRANSFER) == []
     world.assert_idle()
+
+
+def test_a_push_larger_than_the_share_does_not_give_itself_up() -> None:
+    world = make_world(max_held_share=0.1)
+    assert names(complete(world, begin(world))) == ["FirstTokenReady"]
+    _, effects = world.planner.answer_register(READER, make_register())
+    (write,) = writes(effects)
+    assert names(world.planner.handle(ended(write))) == ["Written"]
+    world.assert_idle()
+
+
+def test_a_receiver_that_wants_nothing_before_prefill_is_known_stops_it_then(world: World) -> None:
+    world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
+    blocks = begin(world)
+    assert world.planner.take_stopped_sends() == [TRANSFER]
+    world.pool.drop(blocks)
+    world.assert_idle()
