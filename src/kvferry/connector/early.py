@@ -1,4 +1,7 @@
-"""Registrations that came before their prefill: bounded in number, size and time."""
+"""Registrations that came before their prefill: bounded in number, size and time.
+
+Also owns what makes any registration fit a prompt.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.ports import PromptIdentity
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import Declined, DeclineReason, Register, Registered, decline
 
@@ -42,7 +46,8 @@ class EarlyRegistrations:
     def put(self, reader: str, message: Register) -> Registered | Declined:
         """Keep a registration, or decline it where there is no room; the latest generation wins."""
         kept = self._kept.get(message.transfer_id)
-        if kept is not None and kept.message.generation >= message.generation:
+        is_repeated = kept is not None and kept.reader == reader
+        if kept is not None and is_repeated and kept.message.generation >= message.generation:
             return Registered(kept.message.generation)
         self.pop(message.transfer_id)
         full = len(self._kept) >= self._config.max_early_registrations
@@ -62,6 +67,19 @@ class EarlyRegistrations:
             self._num_blocks -= len(early.message.blocks)
         return early
 
+    def withdraw(self, transfer_id: TransferId, reader: str) -> bool:
+        """``reader`` wants no more of a transfer; return whether nobody else has registered."""
+        early = self._kept.get(transfer_id)
+        if early is not None and early.reader != reader:
+            return False
+        self.pop(transfer_id)
+        return True
+
+    def drop_reader(self, reader: str) -> None:
+        """Forget all that ``reader`` has registered."""
+        for transfer_id in [t for t, e in self._kept.items() if e.reader == reader]:
+            self.pop(transfer_id)
+
     def expire(self) -> None:
         """Forget those whose receiver waits no more."""
         now_s = self._clock.monotonic_s()
@@ -71,3 +89,23 @@ class EarlyRegistrations:
     def next_expiry_s(self) -> float | None:
         """Return when the next one is forgotten, or None."""
         return min((e.ends_s for e in self._kept.values()), default=None)
+
+
+def find_mismatch(
+    prompt: PromptIdentity, message: Register, block_size_tokens: int
+) -> Declined | None:
+    """Return the refusal of a registration that is not for all of the rest of ``prompt``."""
+    if (message.num_tokens, message.digest) != (prompt.num_tokens, prompt.digest):
+        detail = (
+            f"the prompt has {prompt.num_tokens} tokens here and {message.num_tokens} there, "
+            "or its tokens, salt or adapter differ"
+        )
+        return decline(DeclineReason.MISMATCH, detail)
+    num_blocks = -(-prompt.num_tokens // block_size_tokens)
+    if message.first_block + len(message.blocks) != num_blocks:
+        detail = (
+            f"{len(message.blocks)} blocks from position {message.first_block} on do not end "
+            f"a prompt of {num_blocks} blocks"
+        )
+        return decline(DeclineReason.MISMATCH, detail)
+    return None

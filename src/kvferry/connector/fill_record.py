@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.connector.effects import SendRegister
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.connector.push import PUSH_RECEIVER, FillState
 from kvferry.protocol.ids import BlockNumber, TransferId
@@ -35,3 +36,16 @@ class Fill:
     detail: str = ""
     num_bytes: int = 0
     release_outcome: ReleaseOutcome = ReleaseOutcome.FAILED
+
+    def registration(self, now_s: float) -> SendRegister:
+        """Return what tells the sender of ``blocks``."""
+        return SendRegister(
+            self.peer,
+            self.transfer_id,
+            self.generation,
+            self.prompt.num_tokens,
+            self.prompt.digest,
+            self.first_block,
+            self.blocks,
+            max(0.0, self.deadline_s - now_s),
+        )

@@ -173,6 +173,7 @@ class Mover:
     def _poll_transfers(self) -> None:
         self._handle(self._reads.poll())
         self._handle(self._writes.poll())
+        self._drop_broken_readers()
 
     def _act_on_deadlines(self) -> None:
         self._execute(self._parts.planner.tick())
@@ -281,6 +282,13 @@ class Mover:
                 if link is not None:
                     self._handle(self._writes.end_link(link))
                     self._readers.drop(effect.reader)
+
+    def _drop_broken_readers(self) -> None:
+        """A link on which a WRITE failed serves no more; its reader hears so, and connects anew."""
+        for reader, link in self._writes.take_broken():
+            if self._readers.link(reader) is link:
+                self._readers.drop(reader)
+                self._execute(self._parts.planner.lose_reader(reader))
 
     def _notify(self, effect: Notify) -> None:
         identity = self._readers.route(effect.transfer_id)

@@ -208,8 +208,13 @@ class Planner:
         if message.holder_epoch != self._config.epoch:
             return Released(), []
         with self._lock:
-            answer = self._push_sender.release(message)
+            answer = self._push_sender.release(reader, message)
             return answer if answer is not None else self._sender.release(reader, message)
+
+    def lose_reader(self, reader: str) -> list[Effect]:
+        """A reader's link has ended, or is about to be made anew."""
+        with self._lock:
+            return self._push_sender.lose_reader(reader)
 
     def tick(self) -> list[Effect]:
         """Act on all deadlines that have passed."""

@@ -16,7 +16,6 @@ from kvferry.connector.effects import (
     DisconnectPeer,
     Effect,
     NotifyEngine,
-    SendRegister,
     SendRelease,
     SendRenew,
     StartProgress,
@@ -58,6 +57,8 @@ from kvferry.protocol.params import PeerAddress
 
 PushEvent = RegisterAnswered | RenewAnswered | ReleaseAnswered | Noticed | PeerQuiet | PeerLost
 
+_EPOCH_BITS_NOT_IN_GENERATION = 23
+"""Of the 62 of an epoch: what is left, and as many registrations as there will be, fit."""
 _RELEASE_OUTCOME = {
     FillEvent.WRITTEN: ReleaseOutcome.READ,
     FillEvent.NOT_NEEDED: ReleaseOutcome.NOT_NEEDED,
@@ -82,6 +83,9 @@ class PushReceiver:
         self._clock = clock
         self._block_bytes = block_bytes
         self._max_registered = int(config.max_registered_share * blocks.num_blocks)
+        # Counted on from a number of this start's own: no two registrations share one, not even
+        # those of two instances under one transfer id.
+        self._next_generation = config.epoch >> _EPOCH_BITS_NOT_IN_GENERATION
         self._fills: dict[TransferId, Fill] = {}
         self._results: list[ReceiveResult] = []
         self._first_tokens: list[FirstTokenArrival] = []
@@ -139,7 +143,8 @@ class PushReceiver:
             return self._step(fill, FillEvent.DEADLINE)
         fill.blocks = tuple(blocks)
         fill.first_block = first_block
-        fill.generation += 1
+        fill.generation = self._next_generation
+        self._next_generation += 1
         return self._step(fill, FillEvent.BLOCKS_GIVEN)
 
     def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
@@ -241,6 +246,8 @@ class PushReceiver:
             case Posting():
                 if notice.generation == fill.generation:
                     return self._step(fill, FillEvent.POSTING)
+            case FirstTokenReady() | Written() if notice.digest != fill.prompt.digest:
+                return []  # of another prompt under this id: the registration is declined
             case FirstTokenReady():
                 return self._on_first_token(
                     fill, PrefillEnd(notice.first_token, notice.prefill_end_s)
@@ -250,6 +257,11 @@ class PushReceiver:
             case Failed():
                 return self._on_failed(fill, notice)
             case Quiet():
+                if fill.state is FillState.FILLING and notice.generation >= fill.generation:
+                    fill.outcome = ReceiveOutcome.GONE
+                    fill.detail = "the sender has ended the push, or serves another receiver"
+                    self._leave(fill, notice.generation)
+                    return self._step(fill, FillEvent.FAILED_QUIET)
                 return self._on_quiet(fill, notice.generation)
         return []
 
@@ -340,7 +352,7 @@ class PushReceiver:
             case FillAction.LEAVE_QUARANTINE:
                 self._leave(fill, fill.generation)
             case FillAction.SEND_REGISTER:
-                return [self._register(fill)]
+                return [fill.registration(self._clock.monotonic_s())]
             case FillAction.START_PROGRESS:
                 return [StartProgress(fill.peer, fill.transfer_id)]
             case FillAction.STOP_PROGRESS:
@@ -365,18 +377,6 @@ class PushReceiver:
         self._pool.drop(fill.blocks)
         fill.quarantined.add(fill.generation)
         fill.blocks = ()
-
-    def _register(self, fill: Fill) -> SendRegister:
-        return SendRegister(
-            fill.peer,
-            fill.transfer_id,
-            fill.generation,
-            fill.prompt.num_tokens,
-            fill.prompt.digest,
-            fill.first_block,
-            fill.blocks,
-            max(0.0, fill.deadline_s - self._clock.monotonic_s()),
-        )
 
     def _report(self, fill: Fill) -> list[Effect]:
         received = fill.outcome is ReceiveOutcome.RECEIVED

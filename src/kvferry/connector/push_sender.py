@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.early import EarlyRegistrations
+from kvferry.connector.early import EarlyRegistrations, find_mismatch
 from kvferry.connector.effects import (
     CountOfferEnd,
     DisconnectReader,
@@ -24,6 +24,7 @@ from kvferry.connector.holds import Holds
 from kvferry.connector.ports import BlockPort, PrefillEnd, PromptIdentity
 from kvferry.connector.push import PUSH_SENDER, SendAction, SendEvent, SendState
 from kvferry.connector.send_record import (
+    REASON_OF_END,
     Registration,
     RunningWrite,
     Send,
@@ -52,13 +53,6 @@ from kvferry.protocol.messages import (
 )
 
 MAX_REMEMBERED_ENDS = 4096
-
-_REASON_OF_END = {
-    SendEvent.WITHDRAWN: FailureReason.ABORTED,
-    SendEvent.EXPIRED: FailureReason.EXPIRED,
-    SendEvent.PRESSURE: FailureReason.PRESSURE,
-    SendEvent.WRITE_FAILED: FailureReason.TRANSPORT,
-}
 
 
 class PushSender:
@@ -110,7 +104,7 @@ class PushSender:
         early = self._early.pop(transfer_id)
         if early is None:
             return effects
-        refusal = self._check(send, early.message)
+        refusal = find_mismatch(send.prompt, early.message, self._block_size_tokens)
         if refusal is not None:
             failed = Failed(transfer_id, FailureReason.MISMATCH, True, refusal.detail)
             return [*effects, Notify(transfer_id, failed)]
@@ -185,12 +179,16 @@ class PushSender:
             if end is not None:
                 detail = f"the push of {message.transfer_id} has ended"
                 return decline(DeclineReason.GONE, detail), [Notify(message.transfer_id, end)]
+            self._unwanted.pop(message.transfer_id, None)
             return self._early.put(reader, message), []
-        refusal = self._check(send, message)
+        refusal = find_mismatch(send.prompt, message, self._block_size_tokens)
         if refusal is not None:
             return refusal, []
+        if send.state is SendState.DRAINING:
+            return decline(DeclineReason.GONE, "the push was given up"), []
         current = send.registration
-        if current is not None and message.generation <= current.generation:
+        is_repeated = current is not None and current.reader == reader
+        if current is not None and is_repeated and message.generation <= current.generation:
             return Registered(current.generation), []
         return Registered(message.generation), self._register(send, reader, message)
 
@@ -216,19 +214,32 @@ class PushSender:
             effects.append(Notify(transfer_id, first_token_notice(send, send.end)))
         return Renewed(duration_s, True), effects
 
-    def release(self, message: Release) -> tuple[Released, list[Effect]] | None:
+    def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]] | None:
         """Take in that the receiver wants no more; None: not ours."""
-        self._early.pop(message.transfer_id)
-        send = self._sends.get(message.transfer_id)
-        if send is None:
-            if message.transfer_id in self._ends:
-                return Released(), []
-            self._unwanted[message.transfer_id] = True
+        transfer_id = message.transfer_id
+        send = self._sends.get(transfer_id)
+        if send is not None:
+            is_quiet = all(w.registration.reader != reader for w in send.running.values())
+            current = send.registration
+            is_anothers = current is not None and current.reader != reader
+            return Released(is_quiet), [] if is_anothers else self._step(send, SendEvent.RELEASED)
+        if transfer_id in self._ends:
+            return Released(), []
+        if self._early.withdraw(transfer_id, reader):
+            self._unwanted[transfer_id] = True
             if len(self._unwanted) > MAX_REMEMBERED_ENDS:
                 self._unwanted.popitem(last=False)
-            return None
-        is_quiet = not send.running
-        return Released(is_quiet), self._step(send, SendEvent.RELEASED)
+        return None
+
+    def lose_reader(self, reader: str) -> list[Effect]:
+        """``reader`` connects anew: what it had registered before may be another's by now."""
+        self._early.drop_reader(reader)
+        effects: list[Effect] = []
+        for send in list(self._sends.values()):
+            if send.registration is not None and send.registration.reader == reader:
+                send.detail = "the receiver has connected anew since it registered"
+                effects += self._step(send, SendEvent.WRITE_FAILED)
+        return effects
 
     # -- the mover's events -------------------------------------------------------------------
     def on_write_ended(self, event: WriteEnded) -> list[Effect]:
@@ -243,7 +254,8 @@ class PushSender:
         if self._running_blocks[reader] <= 0:
             del self._running_blocks[reader]
         effects = self._tell_old_generations_quiet(send, write.registration)
-        if event.is_done:
+        current = send.registration
+        if event.is_done or (current is not None and current.reader != reader):
             effects += self._step(send, SendEvent.WRITE_DONE)
         else:
             send.detail = event.detail
@@ -273,23 +285,6 @@ class PushSender:
         return None if due_s == float("inf") else due_s
 
     # -- decisions ----------------------------------------------------------------------------
-    def _check(self, send: Send, message: Register) -> Declined | None:
-        prompt = send.prompt
-        if (message.num_tokens, message.digest) != (prompt.num_tokens, prompt.digest):
-            detail = (
-                f"the prompt has {prompt.num_tokens} tokens here and {message.num_tokens} there, "
-                "or its tokens, salt or adapter differ"
-            )
-            return decline(DeclineReason.MISMATCH, detail)
-        num_blocks = -(-prompt.num_tokens // self._block_size_tokens)
-        if message.first_block + len(message.blocks) != num_blocks:
-            detail = (
-                f"{len(message.blocks)} blocks from position {message.first_block} on do not end "
-                f"a prompt of {num_blocks} blocks"
-            )
-            return decline(DeclineReason.MISMATCH, detail)
-        return None
-
     def _register(self, send: Send, reader: str, message: Register) -> list[Effect]:
         send.registration = Registration(
             reader, message.generation, message.first_block, message.blocks
@@ -302,7 +297,7 @@ class PushSender:
 
     def _tell_old_generations_quiet(self, send: Send, ended: Registration) -> list[Effect]:
         current = send.registration
-        if current is None or ended.generation == current.generation:
+        if current is None or ended == current or ended.reader != current.reader:
             return []
         if any(w.registration.generation < current.generation for w in send.running.values()):
             return []
@@ -346,7 +341,7 @@ class PushSender:
             case SendAction.TELL_WRITTEN if send.end is not None:
                 return [self._remember_end(send.transfer_id, written_notice(send, send.end))]
             case SendAction.TELL_FAILED:
-                reason = _REASON_OF_END[event]
+                reason = REASON_OF_END[event]
                 failed = Failed(send.transfer_id, reason, not send.running, send.detail[:1024])
                 return [self._remember_end(send.transfer_id, failed)]
             case SendAction.TELL_QUIET:

@@ -104,7 +104,7 @@ class Readers:
             self._note_route(message.transfer_id, identity)
         match message:
             case Hello():
-                return self._on_hello(message), []
+                return self._on_hello(message)
             case Acquire():
                 return self._on_acquire(message)
             case Register():
@@ -122,16 +122,22 @@ class Readers:
         for reader in list(self._links):
             self.drop(reader)
 
-    def _on_hello(self, hello: Hello) -> Reply:
+    def _on_hello(self, hello: Hello) -> tuple[Reply, list[Effect]]:
         try:
             require_same_memory(self._own_hello, hello)
         except IncompatiblePeerError as error:
-            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
+            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field), []
         reader = reader_name(hello)
+        # What the reader registered on an earlier link, it has given up with that link.
+        effects = self._planner.lose_reader(reader)
         for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
             self.drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
-            return decline(DeclineReason.PRESSURE, f"{self._max_peers} peers are connected")
+            detail = f"{self._max_peers} peers are connected"
+            return decline(DeclineReason.PRESSURE, detail), effects
+        return self._connect(reader, hello), effects
+
+    def _connect(self, reader: str, hello: Hello) -> Reply:
         link = self._transport.open_link(reader, peer_writes=False)
         try:
             link.connect(hello.transport_metadata)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
-from kvferry.connector.push import PUSH_SENDER, SendState
+from kvferry.connector.push import PUSH_SENDER, SendEvent, SendState
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import FirstTokenReady, Written
+from kvferry.protocol.messages import FailureReason, FirstTokenReady, Written
+
+REASON_OF_END = {
+    SendEvent.WITHDRAWN: FailureReason.ABORTED,
+    SendEvent.EXPIRED: FailureReason.EXPIRED,
+    SendEvent.PRESSURE: FailureReason.PRESSURE,
+    SendEvent.WRITE_FAILED: FailureReason.TRANSPORT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class Send:
 
 def first_token_notice(send: Send, end: PrefillEnd) -> FirstTokenReady:
     """Return the notice that prefill is complete."""
-    return FirstTokenReady(send.transfer_id, end.first_token, end.ended_s)
+    return FirstTokenReady(send.transfer_id, end.first_token, send.prompt.digest, end.ended_s)
 
 
 def written_notice(send: Send, end: PrefillEnd) -> Written:
@@ -68,5 +75,6 @@ def written_notice(send: Send, end: PrefillEnd) -> Written:
         len(send.blocks) - first_block,
         send.prompt.num_tokens,
         end.first_token,
+        send.prompt.digest,
         end.ended_s,
     )

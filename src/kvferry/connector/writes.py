@@ -22,6 +22,7 @@ class Writes:
 
     def __init__(self) -> None:
         self._running: list[_Write] = []
+        self._broken: list[tuple[str, Link]] = []
 
     @property
     def num_running(self) -> int:
@@ -35,6 +36,7 @@ class Writes:
         try:
             transfer = link.write(effect.local_blocks, effect.remote_blocks)
         except FerryError as error:
+            self._broken.append((effect.reader, link))
             return [_ended(effect, is_done=False, detail=str(error))]
         write = _Write(effect, link, transfer)
         ended = self._end(write)
@@ -48,6 +50,11 @@ class Writes:
         ends = [(write, self._end(write)) for write in self._running]
         self._running = [write for write, end in ends if end is None]
         return [end for _, end in ends if end is not None]
+
+    def take_broken(self) -> list[tuple[str, Link]]:
+        """Return the links on which a WRITE has failed since the last call, with their readers."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def end_link(self, link: Link) -> list[Event]:
         """Disconnect ``link``; its WRITEs read our memory no more."""
@@ -63,6 +70,8 @@ class Writes:
             return None
         write.link.release(write.transfer)
         is_done = status is TransferStatus.DONE
+        if not is_done:
+            self._broken.append((write.effect.reader, write.link))
         return _ended(
             write.effect,
             is_done=is_done,

@@ -172,8 +172,9 @@ class Released(_Message, frozen=True, tag="released"):
 
 class Register(_Message, frozen=True, tag="register"):
     """Tell the sender which of the receiver's blocks to fill: ``blocks[k]`` gets the position
-    ``first_block + k``. May come before, during or after prefill. The highest ``generation`` is
-    obeyed: an earlier one's blocks are another's by now."""
+    ``first_block + k``. May come before, during or after prefill. Of one receiver the highest
+    ``generation`` is obeyed: an earlier one's blocks are another's by now. Of several receivers
+    the last is. No two registrations under one transfer id share a generation."""
 
     instance_id: _InstanceId
     epoch: _Epoch
@@ -213,6 +214,8 @@ class FirstTokenReady(_Message, frozen=True, tag="first_token_ready"):
 
     transfer_id: _TransferId
     first_token: FirstToken
+    digest: _Digest
+    """Of the whole prompt: the token follows no other."""
     prefill_end_s: float | None = None
     """The sender's monotonic clock, for measurements on one host; nothing is decided by it."""
 
@@ -227,6 +230,7 @@ class Written(_Message, frozen=True, tag="written"):
     num_blocks: _Count
     num_tokens: _Count
     first_token: FirstToken
+    digest: _Digest
     prefill_end_s: float | None = None
 
 

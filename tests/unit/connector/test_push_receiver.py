@@ -46,7 +46,7 @@ from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, make_world
 
 TOKEN = FirstToken(7, 1)
-WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN)
+WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest)
 
 
 def begin(world: World) -> None:
@@ -75,10 +75,10 @@ def only_outcome(world: World) -> ReceiveOutcome:
 def test_a_push_is_progressed_while_posted_and_reported_when_written(world: World) -> None:
     blocks = start(world)
     assert notice(world, Posting(TRANSFER, 0)) == [StartProgress(PEER, TRANSFER)]
-    assert notice(world, FirstTokenReady(TRANSFER, TOKEN)) == [NotifyEngine()]
+    assert notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest)) == [NotifyEngine()]
     (arrival,) = world.planner.take_first_tokens()
     assert arrival.end == PrefillEnd(TOKEN)
-    assert notice(world, FirstTokenReady(TRANSFER, TOKEN)) == []
+    assert notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest)) == []
     assert notice(world, WRITTEN) == [
         StopProgress(PEER, TRANSFER),
         SendRelease(PEER, TRANSFER, ReleaseOutcome.READ),
@@ -106,7 +106,7 @@ def test_a_notice_from_another_peer_or_generation_is_ignored(world: World) -> No
     blocks = start(world)
     other = type(PEER)(PEER.instance_id, Epoch(99), PEER.control_address)
     assert world.planner.handle(Noticed(TRANSFER, other, WRITTEN)) == []
-    later = Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN)
+    later = Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest)
     assert notice(world, later) == [NotifyEngine()]  # its first token is the request's all the same
     assert notice(world, Posting(TRANSFER, 1)) == []
     notice(world, WRITTEN)
@@ -117,7 +117,7 @@ def test_a_notice_from_another_peer_or_generation_is_ignored(world: World) -> No
 
 def test_other_positions_than_were_registered_are_not_used(world: World) -> None:
     blocks = start(world)
-    notice(world, Written(TRANSFER, 0, 1, 2, PROMPT.num_tokens, TOKEN))
+    notice(world, Written(TRANSFER, 0, 1, 2, PROMPT.num_tokens, TOKEN, PROMPT.digest))
     assert only_outcome(world) is ReceiveOutcome.FAILED
     world.pool.drop(blocks)
     assert world.planner.snapshot().num_blocks_quarantined == 3
@@ -203,7 +203,7 @@ def test_blocks_given_back_are_quiet_once_the_next_generation_is_obeyed(world: W
     assert notice(world, WRITTEN) == [NotifyEngine()]  # its first token; the blocks are old ones
     notice(world, Quiet(TRANSFER, 0))
     assert world.pool.num_free == 13
-    notice(world, Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN))
+    notice(world, Written(TRANSFER, 1, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest))
     assert only_outcome(world) is ReceiveOutcome.RECEIVED
     world.pool.drop(others)
     world.assert_idle()
@@ -250,7 +250,7 @@ def test_a_heartbeat_is_sent_every_second_until_the_end(world: World) -> None:
 def test_after_the_first_token_the_blocks_must_come_in_time(world: World) -> None:
     blocks = start(world)
     world.clock.advance(100.0)
-    notice(world, FirstTokenReady(TRANSFER, TOKEN))
+    notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest))
     world.clock.advance(10.0)
     world.planner.tick()
     assert only_outcome(world) is ReceiveOutcome.SLOW
@@ -293,4 +293,51 @@ def test_a_failed_sender_frees_what_was_given_back_before(world: World) -> None:
     world.pool.drop(blocks)
     notice(world, Failed(TRANSFER, FailureReason.ABORTED, is_quiet=True))
     assert only_outcome(world) is ReceiveOutcome.GONE
+    world.assert_idle()
+
+
+def test_a_first_token_of_another_prompt_under_the_same_id_is_ignored(world: World) -> None:
+    blocks = start(world)
+    assert notice(world, FirstTokenReady(TRANSFER, TOKEN, b"e" * 32)) == []
+    assert notice(world, Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, b"e" * 32)) == []
+    assert world.planner.take_first_tokens() == []
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH)))
+    assert only_outcome(world) is ReceiveOutcome.MISMATCH
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_the_same_transfer_again_does_not_take_an_earlier_end_for_its_own(world: World) -> None:
+    """A decode leg that was sent twice, one after the other."""
+    world.pool.drop(start(world))
+    notice(world, WRITTEN)
+    assert only_outcome(world) is ReceiveOutcome.RECEIVED
+    begin(world)
+    blocks = world.pool.allocate(3)
+    world.planner.receive(TRANSFER, blocks, 0)
+    notice(world, WRITTEN)
+    assert world.planner.take_results() == []
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE)))
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_two_starts_count_their_registrations_from_numbers_of_their_own() -> None:
+    generations = []
+    for epoch in (2**61 + 5, 2**62 - 1):
+        world = make_world(epoch=epoch)
+        begin(world)
+        (register,) = world.planner.receive(TRANSFER, world.pool.allocate(3), 0)
+        assert isinstance(register, SendRegister)
+        generations.append(register.generation)
+    assert len(set(generations)) == 2
+    assert max(generations) < 2**40
+
+
+def test_a_sender_that_ended_with_nothing_written_is_not_waited_for(world: World) -> None:
+    blocks = start(world)
+    notice(world, Quiet(TRANSFER, 2**40))
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.pool.drop(blocks)
     world.assert_idle()

@@ -132,6 +132,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         FirstTokenReady,
         transfer_id=transfer_ids,
         first_token=first_tokens,
+        digest=digests,
         prefill_end_s=st.none() | durations,
     ),
     st.builds(
@@ -142,6 +143,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         num_blocks=counts,
         num_tokens=counts,
         first_token=first_tokens,
+        digest=digests,
         prefill_end_s=st.none() | durations,
     ),
     st.builds(
