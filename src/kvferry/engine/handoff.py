@@ -44,10 +44,14 @@ class HandoffSender:
             self._pushes[transfer.transfer_id] = request
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """A step with ``chunks`` has completed. Push: what it filled can be written."""
+        """A step with ``chunks`` has completed. Push: what it filled can be written.
+
+        The last chunk's waits for ``complete``, which follows at once: the first token must not
+        queue behind its bytes.
+        """
         if not self._pushes or self._connector is None:
             return
-        for request in [chunk.request for chunk in chunks]:
+        for request in [chunk.request for chunk in chunks if not chunk.samples]:
             transfer = _push_of(request)
             if transfer is not None:
                 blocks = tuple(request.blocks)
