@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_registered_at_any_time(pair: Pair, plain: Side, when: str, length: int)
 def test_a_drawn_seed_travels_with_the_first_token(pair: Pair, plain: Side) -> None:
     prefill, decode = pair
     prompt = random_prompt(100, 1)
-    options = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "logprobs": 2}
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "logprobs": 2}
     answer = decode.take_from(prefill, prompt, "seeded", **options)
     handoff = prefill.send(prompt, "seeded", **options).wait().outputs[-1].handoff
     assert handoff is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvferry.clock import Clock
-from kvferry.connector.ports import ConnectorPort
+from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.request import EngineRequest
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.errors import RemoteProtocolError, RequestError
@@ -61,6 +61,22 @@ class EngineFigures(Protocol):
         ...
 
 
+class TransferEnds(Protocol):
+    """What the server uses of a ``ConnectorPort``."""
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """Give up an offer or a send."""
+        ...
+
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        """Give up a receive."""
+        ...
+
+    def snapshot(self) -> ConnectorSnapshot:
+        """Return counts."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model as clients see it; the first name is the one that answers carry."""
@@ -80,7 +96,7 @@ class ServiceParts:
     engine: EngineLike
     figures: Callable[[], EngineFigures]
     tokenizer: Tokenizer
-    connector: ConnectorPort | None
+    connector: TransferEnds | None
     describe: Callable[[], InstanceInfo]
     model: ServedModel
     metrics: Metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -209,7 +210,8 @@ def test_what_is_nearly_there_is_computed(tiny_model_dir: Path, rig: Rig, length
 
 
 def test_a_first_token_that_ends_the_answer(rig: Rig) -> None:
-    for number, options in enumerate(({"max_tokens": 1}, {"stop_token_ids": (42,)})):
+    either: tuple[dict[str, Any], ...] = ({"max_tokens": 1}, {"stop_token_ids": (42,)})
+    for number, options in enumerate(either):
         transfer_id = TransferId(f"short-{number}")
         transfer = msgspec.structs.replace(RECEIVING, transfer_id=transfer_id)
         answer = rig.submit(random_prompt(100), transfer=transfer, **options)
