@@ -101,10 +101,19 @@ class Client:
     session: aiohttp.ClientSession
 
     async def post(
-        self, program: Program, body: object, *, bound_s: float = BOUND_S, path: str = PATH
+        self,
+        program: Program,
+        body: object,
+        *,
+        bound_s: float = BOUND_S,
+        path: str = PATH,
+        mode: str | None = None,
     ) -> Answer:
+        """``mode`` is how a router is to have the KV moved."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if mode is not None:
+            headers["X-KVFerry-Mode"] = mode
         started_s = time.monotonic()
         async with (
             asyncio.timeout(bound_s),

@@ -136,7 +136,7 @@ class Deployment:
 
     @property
     def instances(self) -> list[Program]:
-        return [program for program in self.programs.values() if program.name != "router"]
+        return [p for p in self.programs.values() if not p.name.startswith("router")]
 
     def add_engine(self, name: str, model: Path, *options: str) -> Program:
         arguments = (
@@ -148,7 +148,11 @@ class Deployment:
         return self._add(name, arguments)
 
     def add_router(
-        self, prefill: Sequence[Program], decode: Sequence[Program], *options: str
+        self,
+        prefill: Sequence[Program],
+        decode: Sequence[Program],
+        *options: str,
+        name: str = "router",
     ) -> Program:
         legs = [("--prefill", program.url) for program in prefill]
         legs += [("--decode", program.url) for program in decode]
@@ -157,7 +161,7 @@ class Deployment:
             "--health-interval-s", "0.3", "--connect-timeout-s", "2",
             "--log-level", "debug", *options,
         )  # fmt: skip
-        router = self._add("router", arguments)
+        router = self._add(name, arguments)
         router.wait_ready()
         return router
 

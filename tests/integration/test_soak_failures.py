@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,18 +133,22 @@ async def one_client(
     tally: Tally,
     rng: random.Random,
     end_s: float,
+    modes: Sequence[str],
 ) -> None:
     while time.monotonic() < end_s and not tally.wrong:
         known = rng.choice(requests)
         body = salted(known.body) if rng.random() < 0.6 else known.body
         body = body | {"stream": rng.random() < 0.5}
-        sending = client.post(router, body, bound_s=REQUEST_BOUND_S)
+        mode = rng.choice(modes)
+        sending = client.post(router, body, bound_s=REQUEST_BOUND_S, mode=mode)
         if rng.random() < 0.15:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(sending, rng.uniform(0.001, 0.3))
             tally.counts["left"] += 1
             continue
-        tally.note(known, await sending)
+        answer = await sending
+        tally.note(known, answer)
+        tally.counts[f"{mode}: {answer.outcome or 'plain'}"] += 1
 
 
 async def break_things(
@@ -212,7 +217,53 @@ async def assert_idle(deployment: Deployment) -> None:
         assert share < MAX_IDLE_SHARE, f"{name} uses {share:.0%} of a core"
 
 
-@pytest.mark.parametrize("transport", ["nixl", "shm", "tcp"])
+MOVES = {
+    "nixl": ("--transport", "nixl"),
+    "shm": ("--transport", "shm"),
+    "tcp": ("--transport", "nixl", "--ucx-tls", "tcp"),
+}
+
+
+async def soak(
+    deployment: Deployment, tally: Tally, rng: random.Random, soak_s: float, modes: Sequence[str]
+) -> None:
+    """Run clients and faults on ``deployment``; in the end survivors are as they were."""
+    router = deployment["router"]
+    prefill, decode = (
+        [program for program in deployment.instances if program.name.startswith(role)]
+        for role in ("prefill", "decode")
+    )
+    async with open_client() as client:
+        requests = await known_requests(client, prefill[0], rng)
+        await connect_all_pairs(client, prefill, decode)
+        await client.wait_whole(*deployment.instances)
+        before = {name: Resources.of(item) for name, item in deployment.programs.items()}
+        end_s = time.monotonic() + soak_s
+        seeds = [random.Random(rng.random()) for _ in range(NUM_CLIENTS + 1)]
+        await asyncio.gather(
+            break_things(deployment, client, tally, seeds[0], end_s),
+            *(one_client(client, router, requests, tally, r, end_s, modes) for r in seeds[1:]),
+        )
+        print(dict(tally.counts))  # noqa: T201 - shown by pytest when the test fails
+        assert not tally.wrong, tally.wrong[0]
+        deployment.restore()
+        await client.wait_whole(*deployment.instances, timeout_s=SETTLE_S)
+        await connect_all_pairs(client, prefill, decode)
+        await client.wait_whole(*deployment.instances)
+        await assert_resources(deployment, before)
+        await assert_idle(deployment)
+
+
+def start(deployment: Deployment, model: Path, transport: str) -> None:
+    """Two prefill and two decode instances and a router."""
+    options = (*MOVES[transport], "--num-blocks", "400")
+    prefill = [deployment.add_engine(f"prefill-{n}", model, *options) for n in range(2)]
+    decode = [deployment.add_engine(f"decode-{n}", model, *options) for n in range(2)]
+    deployment.wait_ready()
+    deployment.add_router(prefill, decode, "--prefill-timeout-s", "5", "--request-timeout-s", "30")
+
+
+@pytest.mark.parametrize("transport", list(MOVES))
 async def test_every_answer_is_right_or_a_named_error(
     forks: ProcessForks,
     tiny_model: Path,
@@ -221,33 +272,9 @@ async def test_every_answer_is_right_or_a_named_error(
     soak_s: float,
     soak_random: random.Random,
 ) -> None:
-    moves = ("--transport", "nixl", "--ucx-tls", "tcp") if transport == "tcp" else ()
-    options = (*(moves or ("--transport", transport)), "--num-blocks", "400")
     tally = Tally()
     with open_deployment(tmp_path, forks) as deployment:
-        prefill = [deployment.add_engine(f"prefill-{n}", tiny_model, *options) for n in range(2)]
-        decode = [deployment.add_engine(f"decode-{n}", tiny_model, *options) for n in range(2)]
-        deployment.wait_ready()
-        timeouts = ("--prefill-timeout-s", "5", "--request-timeout-s", "30")
-        router = deployment.add_router(prefill, decode, *timeouts)
-        async with open_client() as client:
-            requests = await known_requests(client, prefill[0], soak_random)
-            await connect_all_pairs(client, prefill, decode)
-            await client.wait_whole(*deployment.instances)
-            before = {name: Resources.of(item) for name, item in deployment.programs.items()}
-            end_s = time.monotonic() + soak_s
-            seeds = [random.Random(soak_random.random()) for _ in range(NUM_CLIENTS + 1)]
-            await asyncio.gather(
-                break_things(deployment, client, tally, seeds[0], end_s),
-                *(one_client(client, router, requests, tally, rng, end_s) for rng in seeds[1:]),
-            )
-            print(dict(tally.counts))  # noqa: T201 - shown by pytest when the test fails
-            assert not tally.wrong, tally.wrong[0]
-            deployment.restore()
-            await client.wait_whole(*deployment.instances, timeout_s=SETTLE_S)
-            await connect_all_pairs(client, prefill, decode)
-            await client.wait_whole(*deployment.instances)
-            await assert_resources(deployment, before)
-            await assert_idle(deployment)
+        start(deployment, tiny_model, transport)
+        await soak(deployment, tally, soak_random, soak_s, ("pull",))
     assert tally.counts["received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0

@@ -58,8 +58,8 @@ class Holders:
 
     @property
     def is_progressing(self) -> bool:
-        """Whether some peer may write here right now."""
-        return bool(self._progressing)
+        """Whether some peer may write here right now and needs us for it."""
+        return any(self._is_ready(peer) for peer in self._progressing.values())
 
     @property
     def has_unquiet(self) -> bool:
@@ -104,9 +104,8 @@ class Holders:
     def progress(self) -> None:
         """Serve what senders have posted."""
         for peer in set(self._progressing.values()):
-            session = self._sessions.get(peer)
-            if session is not None and session.state is SessionState.READY:
-                session.link.progress()
+            if self._is_ready(peer):
+                self._sessions[peer].link.progress()
 
     def hear(self) -> None:
         """Take in replies and notices; give up on peers that owe one for too long."""
@@ -143,6 +142,10 @@ class Holders:
             self._handle(self._reads.end_link(session.link))
             if not session.is_retired:
                 session.client.close()
+
+    def _is_ready(self, peer: PeerAddress) -> bool:
+        session = self._sessions.get(peer)
+        return session is not None and session.state is SessionState.READY
 
     def _session(self, peer: PeerAddress) -> Session:
         session = self._sessions.get(peer)

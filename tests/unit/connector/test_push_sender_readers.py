@@ -1,4 +1,4 @@
-"""Pushes whose receiver changes or connects anew: whose blocks are filled, whose word counts."""
+"""Pushes whose receiver changes or connects anew: whose blocks are written, whose word counts."""
 
 from __future__ import annotations
 
