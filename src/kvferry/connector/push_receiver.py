@@ -329,15 +329,20 @@ class PushReceiver:
         was, fill.state = fill.state, rule.next_state
         fill.release_outcome = _RELEASE_OUTCOME.get(event, fill.release_outcome)
         effects: list[Effect] = []
+        # An earlier generation may not be quiet yet: the request's end is not this record's.
+        is_outlived = fill.state is FillState.CLOSED and bool(fill.quarantined)
         for action in rule.actions:
-            effects += self._act(fill, action)
-        if fill.state is FillState.CLOSED and fill.quarantined:
-            # An earlier generation is not quiet yet: the request's end is not this record's.
+            if not (is_outlived and action is FillAction.STOP_PROGRESS):
+                effects += self._act(fill, action)
+        if is_outlived:
             fill.state = FillState.QUARANTINED
         if fill.state is FillState.QUARANTINED and was is not FillState.QUARANTINED:
             fill.deadline_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
         if fill.state is FillState.CLOSED:
             self._fills.pop(fill.transfer_id, None)
+            if was is FillState.ANNOUNCED and fill.generation >= 0:
+                # For blocks that were given back since.
+                effects.append(StopProgress(fill.peer, fill.transfer_id))
         return effects
 
     def _act(self, fill: Fill, action: FillAction) -> list[Effect]:  # noqa: C901 - one per action

@@ -341,3 +341,31 @@ def test_a_sender_that_ended_with_nothing_written_is_not_waited_for(world: World
     assert only_outcome(world) is ReceiveOutcome.GONE
     world.pool.drop(blocks)
     world.assert_idle()
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_push_that_ends_after_its_blocks_were_given_back_is_progressed_no_more(
+    world: World, needed: bool
+) -> None:
+    blocks = start(world)
+    notice(world, Posting(TRANSFER, 0))
+    world.planner.give_back(TRANSFER)
+    world.pool.drop(blocks)
+    assert notice(world, Quiet(TRANSFER, 0)) == []
+    assert StopProgress(PEER, TRANSFER) in world.planner.end_receive(TRANSFER, needed=needed)
+    world.assert_idle()
+
+
+def test_blocks_given_back_are_progressed_until_they_are_quiet(world: World) -> None:
+    """The next registration may be declined while a WRITE for the first still runs."""
+    blocks = start(world)
+    notice(world, Posting(TRANSFER, 0))
+    world.planner.give_back(TRANSFER)
+    world.planner.receive(TRANSFER, others := world.pool.allocate(3), 0)
+    declined = RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE))
+    assert world.planner.handle(declined) == [NotifyEngine()]
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.pool.drop([*blocks, *others])
+    assert world.planner.snapshot().num_blocks_quarantined == 3
+    assert world.planner.handle(PeerQuiet(TRANSFER)) == [StopProgress(PEER, TRANSFER)]
+    world.assert_idle()
