@@ -74,12 +74,20 @@ class Side:
     """One engine and its exchange."""
 
     def __init__(
-        self, name: str, folder: Path, *, exchange: dict[str, Any] | None = None, **options: int
+        self,
+        name: str,
+        folder: Path,
+        *,
+        exchange: dict[str, Any] | None = None,
+        **options: Any,  # noqa: ANN401 - EngineConfig's
     ) -> None:
-        defaults = {"num_blocks": 128, "prefill_chunk_tokens": CHUNK_TOKENS}
-        config = EngineConfig(
-            num_threads=1, dtype="float32", **{**defaults, **options}  # type: ignore[arg-type]
-        )  # fmt: skip
+        defaults = {
+            "num_blocks": 128,
+            "prefill_chunk_tokens": CHUNK_TOKENS,
+            "num_threads": 1,
+            "dtype": "float32",
+        }
+        config = EngineConfig(**{**defaults, **options})
         model = load_model(folder, config)
         shape = model.cache_shape(config.block_size_tokens)
         num_blocks = config.pool_num_blocks(shape.block_bytes)
