@@ -82,8 +82,9 @@ class Holders:
         except FerryError as error:
             if isinstance(effect, SendRelease):
                 raise
-            detail = str(error)
-            self._handle([PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, detail)])
+            lost = PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
+            # There is no session, so the peer was told of no blocks.
+            self._handle([lost, PeerQuiet(effect.transfer_id)])
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""

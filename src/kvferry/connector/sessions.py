@@ -20,6 +20,7 @@ from kvferry.connector.events import (
     Event,
     Noticed,
     PeerLost,
+    PeerQuiet,
     RegisterAnswered,
     ReleaseAnswered,
     RenewAnswered,
@@ -129,7 +130,7 @@ class Session:
         elif self.state is SessionState.GREETING:
             self._outbox.append(message)
         elif not isinstance(message, SendRelease):
-            return [self._lost_event(message.transfer_id)]
+            return self._lost_events(message)
         return []
 
     def receive(self) -> list[Event]:
@@ -173,12 +174,22 @@ class Session:
             if effect is not None and not isinstance(effect, SendRelease)
         }
         waiting.update(dict.fromkeys(self.pushes))
+        unsent = [effect for effect in self._outbox if isinstance(effect, SendRegister)]
         self._awaited.clear()
         self._outbox.clear()
-        return [self._lost_event(transfer_id) for transfer_id in waiting]
+        events: list[Event] = [self._lost_event(transfer_id) for transfer_id in waiting]
+        return events + [e for effect in unsent for e in self._unsent_events(effect)]
 
     def _lost_event(self, transfer_id: TransferId) -> PeerLost:
         return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
+
+    def _lost_events(self, effect: Sendable) -> list[Event]:
+        return [self._lost_event(effect.transfer_id), *self._unsent_events(effect)]
+
+    def _unsent_events(self, effect: Sendable) -> list[Event]:
+        """The peer was never told of the blocks of a registration that was not sent."""
+        is_unknown = isinstance(effect, SendRegister) and effect.transfer_id not in self.pushes
+        return [PeerQuiet(effect.transfer_id)] if is_unknown else []
 
     def _send(self, message: Request, effect: Sendable | None) -> None:
         sent_s = self.clock.monotonic_s()

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.effects import SendAcquire, SendRelease, SendRenew
-from kvferry.connector.events import AcquireAnswered, PeerLost
+from kvferry.connector.effects import SendAcquire, SendRegister, SendRelease, SendRenew
+from kvferry.connector.events import AcquireAnswered, PeerLost, PeerQuiet
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.sessions import Session, SessionState
 from kvferry.errors import PeerUnreachableError
-from kvferry.protocol.ids import Epoch, InstanceId
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId
 from kvferry.protocol.messages import (
     Acquire,
     Declined,
@@ -35,6 +35,7 @@ from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import PEER, TRANSFER, grant
 
 ACQUIRE = SendAcquire(PEER, TRANSFER, 40, b"d" * 32, 10.0, 0)
+REGISTER = SendRegister(PEER, TRANSFER, 0, 16, b"d" * 32, 0, (BlockNumber(1),), 10.0)
 RELEASE = SendRelease(PEER, TRANSFER, ReleaseOutcome.READ)
 
 
@@ -223,3 +224,19 @@ def test_a_link_that_cannot_connect_is_a_lost_peer(
     setup.session.submit(ACQUIRE)
     setup.channel.reply(1, setup.hello_reply())
     assert setup.session.receive() == lost(ReceiveOutcome.UNREACHABLE, "no route")
+
+
+def test_a_peer_cannot_write_where_it_was_never_told_to(setup: Setup) -> None:
+    """Nobody has to wait for its word, nor for its death."""
+    setup.session.greet()
+    setup.session.submit(REGISTER)
+    events = setup.session.lose(ReceiveOutcome.INCOMPATIBLE, "other")
+    assert [type(event) for event in events] == [PeerLost, PeerQuiet]
+    assert [type(event) for event in setup.session.submit(REGISTER)] == [PeerLost, PeerQuiet]
+
+
+def test_a_peer_that_was_told_where_to_write_is_not_quiet_when_it_is_lost(setup: Setup) -> None:
+    setup.make_ready()
+    setup.session.submit(REGISTER)
+    events = setup.session.lose(ReceiveOutcome.UNREACHABLE, "silent")
+    assert [type(event) for event in events] == [PeerLost]
