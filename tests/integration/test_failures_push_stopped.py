@@ -145,6 +145,8 @@ async def test_the_sender_goes_on_after_decode_has_connected_anew(
     prefill, decode = deployment["prefill"], deployment["decode"]
     known = await known_requests(client, decode, 3)
     body, right = known.pop()
+    short_body = body_of(fresh_prompt(70), 2)
+    short_right = await client.plain(decode, short_body)
     push, sending, receiving = await stop_in_mid_write(client, deployment, body)
     assert (await receiving).token_ids == right.token_ids
     cached = [await client.post(decode, other) for other, _ in known]
@@ -152,13 +154,16 @@ async def test_the_sender_goes_on_after_decode_has_connected_anew(
     # A lost peer is left alone for a second; then the handshake waits for the stopped one.
     await asyncio.sleep(1.1)
     since = decode.log_size()
-    short = Push(client, salted(body_of(fresh_prompt(70), 2)), new_transfer(), push.peer)
+    short = Push(client, salted(short_body), new_transfer(), push.peer)
     second = short.begin_decode(decode)
     await client.wait_figure(decode, "num_receives", 1)
     prefill.resume()
     assert (await sending).status == 200
     assert (await short.begin_prefill(prefill)).status == 200
-    assert (await second).outcome == "received"
+    answer = await second
+    assert answer.token_ids == short_right
+    # Where quarantine lasts until the stopped one is heard of, it may be full at that moment.
+    assert answer.outcome in ("received", "declined")
     assert "lost prefill" not in decode.log()[since:]
     again = [await client.post(decode, other) for other, _ in known]
     assert [a.token_ids for a in again] == [r.token_ids for _, r in known]
