@@ -15,6 +15,8 @@ from tests.integration.deployment_setup import BOUND_S, Program
 
 REGISTERED = {"type": "register", "result": "registered"}
 WIDE_OPTIONS = ("--num-blocks", "64", "--max-held-share", "1")
+SHORT_LEASE = ("--handoff-lease-s", "1.5")
+"""For tests that leave many a prefill without a reader."""
 CHUNK_OPTIONS = ("--max-num-batched-tokens", "32")
 """Two blocks a step, so that a prefill takes a while."""
 

@@ -32,6 +32,7 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import (
     CHUNK_OPTIONS,
+    SHORT_LEASE,
     WIDE_OPTIONS,
     ControlProxy,
     Push,
@@ -49,7 +50,7 @@ NUM_TOKENS = 240
 """15 blocks: within the share of decode's pool that may wait for a prefill's admission."""
 ANSWER_BOUND_S = 5.0
 """From a failure to the right tokens or a clear error."""
-OPTIONS = ("--transport", "nixl", "--ucx-tls", "tcp", *WIDE_OPTIONS)
+OPTIONS = ("--transport", "nixl", "--ucx-tls", "tcp", *WIDE_OPTIONS, *SHORT_LEASE)
 WRITTEN_NOTICE = b"\xa7written"
 NUM_OTHER_TOKENS = 900
 """Leaves decode's pool no room for the prompt."""

@@ -20,14 +20,17 @@ from tests.integration.deployment_client import (
     salted,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
-from tests.integration.push_legs import CHUNK_OPTIONS, Push, leave, peer_of
+from tests.integration.push_legs import CHUNK_OPTIONS, SHORT_LEASE, Push, leave, peer_of
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 130
 NUM_LONG_TOKENS = 1500
 """A prefill that takes long enough to do something meanwhile."""
-OPTIONS = ("--transport", "shm", "--num-blocks", "400", "--max-model-len", "2048")
+OPTIONS = (
+    *("--transport", "shm", "--num-blocks", "400", "--max-model-len", "2048"),
+    *SHORT_LEASE,
+)
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,9 @@ def survivors(deployment: Deployment) -> list[Program]:
     return [program for program in deployment.instances if program.is_alive]
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("policy", ROUTERS)
+@pytest.mark.parametrize(
+    ("policy", "streams"), [("decode", True), ("error", False), ("error", True), ("retry", True)]
+)
 async def test_prefill_killed_in_mid_write(
     client: Client,
     deployment: Deployment,

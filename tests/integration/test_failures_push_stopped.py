@@ -51,7 +51,11 @@ TRANSPORTS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(TRANSPORTS))
+@pytest.fixture(
+    scope="module",
+    # The two that write past decode's own end of the connection differ little.
+    params=["tcp", pytest.param("direct", marks=pytest.mark.soak), "shm"],
+)
 def deployment(
     request: pytest.FixtureRequest,
     forks: ProcessForks,
