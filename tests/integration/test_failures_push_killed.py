@@ -54,11 +54,12 @@ OPTIONS = ("--transport", "nixl", "--ucx-tls", "tcp", *WIDE_OPTIONS, *SHORT_LEAS
 WRITTEN_NOTICE = b"\xa7written"
 NUM_OTHER_TOKENS = 900
 """Leaves decode's pool no room for the prompt."""
-at_each_point = pytest.mark.parametrize(
-    "point", ["unregistered", "registered", "computing", "writing", "written"]
-)
+POINTS = ["unregistered", "registered", "computing", "writing", "written"]
 """``computing``: chunks are written and more will be. ``writing``: the whole prompt at once.
 ``written``: all is, and decode has not heard so."""
+SOAKED = [p if p == "writing" else pytest.param(p, marks=pytest.mark.soak) for p in POINTS]
+at_each_point = pytest.mark.parametrize("point", POINTS)
+at_each_point_in_soak = pytest.mark.parametrize("point", SOAKED)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ async def test_decode_leg_left(scene: Scene, case: tuple[Json, list[int]], point
     await scene.client.wait_whole(scene.sender, scene.receiver)
 
 
-@at_each_point
+@at_each_point_in_soak
 async def test_prefill_killed_and_then_the_decode_leg_left(scene: Scene, point: str) -> None:
     reached = await scene.bring_to(point)
     scene.sender.kill()
@@ -247,7 +248,7 @@ async def test_prefill_killed_and_then_the_decode_leg_left(scene: Scene, point: 
     await scene.client.wait_whole(scene.receiver)
 
 
-@at_each_point
+@at_each_point_in_soak
 async def test_decode_leg_left_and_then_prefill_killed(scene: Scene, point: str) -> None:
     reached = await scene.bring_to(point)
     await leave(reached.decode)
@@ -256,7 +257,7 @@ async def test_decode_leg_left_and_then_prefill_killed(scene: Scene, point: str)
     await scene.client.wait_whole(scene.receiver)
 
 
-@at_each_point
+@at_each_point_in_soak
 async def test_decode_killed(scene: Scene, case: tuple[Json, list[int]], point: str) -> None:
     """Prefill ends its own work; a decode that comes back is pushed to again."""
     reached = await scene.bring_to(point)
