@@ -162,8 +162,12 @@ async def test_decode_killed_before_its_first_byte(
     client: Client, deployment: Deployment, case: tuple[Json, list[int]], *, streams: bool
 ) -> None:
     body, right = case
+    sizes = [program.log_size() for program in prefills(deployment)]
     request = begin(client, deployment["router-decode"], body | {"stream": streams})
+    sender = await first_that_writes(prefills(deployment), sizes)
+    sender.pause()  # So that decode is still being written to when it is found.
     (await first_that_has(client, decodes(deployment), "num_receives")).kill()
+    sender.resume()
     answer = await request
     assert answer.error is None
     assert answer.token_ids == right
@@ -173,8 +177,9 @@ async def test_decode_killed_before_its_first_byte(
 async def test_both_decodes_killed_before_the_first_byte(
     client: Client, deployment: Deployment, case: tuple[Json, list[int]]
 ) -> None:
+    sizes = [program.log_size() for program in prefills(deployment)]
     request = begin(client, deployment["router-decode"], case[0])
-    await first_that_has(client, decodes(deployment), "num_receives")
+    await first_that_writes(prefills(deployment), sizes)
     for program in decodes(deployment):
         program.kill()
     answer = await request
@@ -183,7 +188,7 @@ async def test_both_decodes_killed_before_the_first_byte(
     await client.wait_whole(*survivors(deployment))
 
 
-@pytest.mark.parametrize("at", ["num_receives", "num_requests_running", "writing", "streaming"])
+@pytest.mark.parametrize("at", ["computing", "writing", "streaming"])
 async def test_client_leaves(
     client: Client, deployment: Deployment, case: tuple[Json, list[int]], at: str
 ) -> None:
@@ -191,10 +196,8 @@ async def test_client_leaves(
     body = case[0] | {"max_tokens": 300, "stream": True}
     request = begin(client, deployment["router-retry"], body)
     match at:
-        case "num_receives":
-            await first_that_has(client, decodes(deployment), at)
-        case "num_requests_running":
-            await first_that_has(client, prefills(deployment), at)
+        case "computing":
+            await first_that_has(client, prefills(deployment), "num_requests_running")
         case "writing":
             await first_that_writes(prefills(deployment), sizes)
         case _:
