@@ -154,10 +154,11 @@ class Deployment:
         *options: str,
         name: str = "router",
     ) -> Program:
+        """Start a router that pulls, unless ``options`` say otherwise."""
         legs = [("--prefill", program.url) for program in prefill]
         legs += [("--decode", program.url) for program in decode]
         arguments = (
-            "router", *itertools.chain(*legs), "--prefill-timeout-s", "8",
+            "router", *itertools.chain(*legs), "--mode", "pull", "--prefill-timeout-s", "8",
             "--health-interval-s", "0.3", "--connect-timeout-s", "2",
             "--log-level", "debug", *options,
         )  # fmt: skip
