@@ -53,14 +53,15 @@ class HttpServer:
     async def start(self) -> str:
         """Listen; return the URL. Raises ``ConfigError`` if the address cannot be had."""
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, self._config.host, self._config.port)
+        site = web.TCPSite(self._runner, self._config.host, self._config.port)
         try:
-            await self._site.start()
+            await site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
                 f"cannot listen on {self._config.host} port {self._config.port}: {error}"
             ) from error
+        self._site = site
         return _url(self._config.host, self._runner.addresses[0][1])
 
     async def stop_listening(self) -> None:
