@@ -124,7 +124,8 @@ class Readers:
 
     def _on_hello(self, hello: Hello) -> tuple[Reply, list[Effect]]:
         try:
-            require_same_memory(self._own_hello, hello)
+            # Named from the reader's side, since the refusal is for its eyes.
+            require_same_memory(hello, self._own_hello)
         except IncompatiblePeerError as error:
             return decline(DeclineReason.INCOMPATIBLE, str(error), error.field), []
         reader = reader_name(hello)
