@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
+from kvferry.cluster.topology import LOOPBACK, InstanceGroup, RouterTopology, Topology
 
 # Less than the supervisor's grace time, so that requests end with an error instead of a cut.
 _ROUTER_SHUTDOWN_S = 5
@@ -14,8 +14,11 @@ _ROUTER_SHUTDOWN_S = 5
 def engine_arguments(
     topology: Topology, group: InstanceGroup, instance_id: str, ready_path: Path
 ) -> list[str]:
-    """Return the arguments that serve one instance of ``group``."""
-    arguments = ["engine", "serve", topology.model, "--host", topology.host, "--port", "0"]
+    """Return the arguments that serve one instance of ``group``.
+
+    Only the router is for others to reach: an instance stays on loopback, whatever the host.
+    """
+    arguments = ["engine", "serve", topology.model, "--host", LOOPBACK, "--port", "0"]
     arguments += ["--instance-id", instance_id, "--ready-file", str(ready_path)]
     arguments += ["--threads", str(group.cores)]
     optional = {

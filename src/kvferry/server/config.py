@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.config import ExchangeConfig, is_loopback
 from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
 
@@ -50,3 +50,12 @@ class InstanceConfig:
     """``nixl``, ``shm``, or ``auto``: the best that works here."""
     ucx_tls: str | None = None
     """UCX transports for nixl; None leaves UCX its choice."""
+
+    def __post_init__(self) -> None:
+        """Refuse to take ``kv_transfer_params`` from whoever reaches this host."""
+        if self.exchange.cluster_key is None and not is_loopback(self.http.host):
+            raise ConfigError(
+                f"the HTTP address {self.http.host} is reachable from other hosts, and an instance "
+                "obeys kv_transfer_params: set a cluster key (--cluster-key-file) or use a "
+                "loopback address and let the router face them"
+            )

@@ -36,6 +36,11 @@ def test_what_is_set_is_passed_on() -> None:
     assert arguments[-2:] == ["--log-level", "debug"]
 
 
+def test_instances_stay_on_loopback_whatever_the_routers_host() -> None:
+    arguments = engine_arguments(Topology(host="0.0.0.0"), InstanceGroup(), "prefill-0", _READY)
+    assert dict(itertools.pairwise(arguments))["--host"] == "127.0.0.1"
+
+
 def test_router_knows_every_instance() -> None:
     arguments = router_arguments(
         "127.0.0.1",
