@@ -94,7 +94,13 @@ class RequestContext:
         return self.body
 
     def outcome_if_client_left(self) -> Outcome:
-        """Return the outcome should the client leave now."""
+        """Return the outcome should the client leave now.
+
+        A client that closes once its stream is complete has not left: what is still tidied up
+        then is not its business.
+        """
+        if self.outcome is not None and self.stream is not None and self.response is self.stream:
+            return self.outcome
         if self.stream is not None:
             return Outcome.CLIENT_GONE_STREAMING
         if self.is_prefill_done:
