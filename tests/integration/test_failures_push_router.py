@@ -157,20 +157,6 @@ async def test_prefill_stopped_in_mid_write(
     stopped.resume()
 
 
-async def test_both_decodes_killed_before_the_first_byte(
-    client: Client, deployment: Deployment, case: tuple[Json, list[int]]
-) -> None:
-    sizes = [program.log_size() for program in prefills(deployment)]
-    request = begin(client, deployment["router-decode"], case[0])
-    await first_that_writes(prefills(deployment), sizes)
-    for program in decodes(deployment):
-        program.kill()
-    answer = await request
-    assert answer.status in (502, 503)
-    assert answer.error is not None
-    await client.wait_whole(*survivors(deployment))
-
-
 @pytest.mark.parametrize("at", ["computing", "writing", "streaming"])
 async def test_client_leaves(
     client: Client, deployment: Deployment, case: tuple[Json, list[int]], at: str
