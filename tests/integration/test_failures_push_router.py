@@ -157,6 +157,37 @@ async def test_prefill_stopped_in_mid_write(
     stopped.resume()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_decode_killed_before_its_first_byte(
+    client: Client, deployment: Deployment, case: tuple[Json, list[int]], *, streams: bool
+) -> None:
+    body, right = case
+    for sender in prefills(deployment):
+        sender.pause()  # So that decode waits to be written to when it is found.
+    request = begin(client, deployment["router-decode"], body | {"stream": streams})
+    (await first_that_has(client, decodes(deployment), "num_receives")).kill()
+    for sender in prefills(deployment):
+        sender.resume()
+    answer = await request
+    assert answer.error is None
+    assert answer.token_ids == right
+    await client.wait_whole(*survivors(deployment))
+
+
+async def test_both_decodes_killed_before_the_first_byte(
+    client: Client, deployment: Deployment, case: tuple[Json, list[int]]
+) -> None:
+    sizes = [program.log_size() for program in prefills(deployment)]
+    request = begin(client, deployment["router-decode"], case[0])
+    await first_that_writes(prefills(deployment), sizes)
+    for program in decodes(deployment):
+        program.kill()
+    answer = await request
+    assert answer.status in (502, 503)
+    assert answer.error is not None
+    await client.wait_whole(*survivors(deployment))
+
+
 @pytest.mark.parametrize("at", ["computing", "writing", "streaming"])
 async def test_client_leaves(
     client: Client, deployment: Deployment, case: tuple[Json, list[int]], at: str

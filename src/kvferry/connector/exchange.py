@@ -176,7 +176,8 @@ class Exchange:
 
     def snapshot(self) -> ConnectorSnapshot:
         """See ``ConnectorPort``."""
-        return self._planner.snapshot()
+        num_resting = self._mover.num_resting_peers()
+        return dataclasses.replace(self._planner.snapshot(), num_peers_resting=num_resting)
 
     def _count(self, result: ReceiveResult) -> None:
         mode = self._modes.get(result.transfer_id, Mode.PULL)

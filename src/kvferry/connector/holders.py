@@ -66,6 +66,10 @@ class Holders:
         """Whether a link is down on which something may still land; only time will tell."""
         return bool(self._unquiet)
 
+    def num_resting(self) -> int:
+        """Return how many lost peers are not tried again yet. Callable from any thread."""
+        return sum(self._is_resting(session) for session in list(self._sessions.values()))
+
     def next_deadline_s(self) -> float | None:
         """Return when a session's peer owes its answer at the latest, or None."""
         deadlines = (session.next_deadline_s() for session in self._sessions.values())
@@ -148,12 +152,15 @@ class Holders:
         session = self._sessions.get(peer)
         return session is not None and session.state is SessionState.READY
 
+    def _is_resting(self, session: Session) -> bool:
+        rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
+        return session.state is SessionState.LOST and rested_s < LOST_SESSION_REST_S
+
     def _session(self, peer: PeerAddress) -> Session:
         session = self._sessions.get(peer)
         if session is not None:
-            rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
-            lost = session.state is SessionState.LOST
-            if not lost or rested_s < LOST_SESSION_REST_S or not session.link_closed:
+            is_lost = session.state is SessionState.LOST
+            if not is_lost or self._is_resting(session) or not session.link_closed:
                 return session
             del self._sessions[peer]
         self._make_room(peer)

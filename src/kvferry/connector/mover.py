@@ -108,6 +108,10 @@ class Mover:
         self._inbox.extend(effects)
         self._wake()
 
+    def num_resting_peers(self) -> int:
+        """Return how many lost peers are not tried again yet. Any thread."""
+        return self._holders.num_resting()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread, end every link and free the control port. Safe to repeat."""
         self._stopping = True

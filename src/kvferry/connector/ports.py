@@ -114,6 +114,8 @@ class ConnectorSnapshot:
     num_blocks_leased: int = 0
     num_receives: int = 0
     num_blocks_quarantined: int = 0
+    num_peers_resting: int = 0
+    """Peers lost a moment ago: a receive from one of them ends as ``unreachable`` at once."""
     outcomes: dict[str, int] = field(default_factory=dict)
 
 

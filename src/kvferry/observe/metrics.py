@@ -123,6 +123,11 @@ class ExchangeMetrics:
             "Blocks that a posted transfer may still touch",
             registry=registry,
         )
+        self.resting_peers = Gauge(
+            "kvferry_resting_peers",
+            "Peers lost a moment ago and not tried again yet",
+            registry=registry,
+        )
         self.handoffs = Counter(
             "kvferry_handoffs",
             "Handoffs that ended at the holder "

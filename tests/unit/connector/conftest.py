@@ -56,7 +56,7 @@ class World:
     def assert_idle(self) -> None:
         """Nothing is held, leased, received or quarantined."""
         snapshot = dataclasses.replace(self.planner.snapshot(), outcomes={})
-        assert dataclasses.astuple(snapshot) == (0, 0, 0, 0, {})
+        assert dataclasses.astuple(snapshot) == (0, 0, 0, 0, 0, {})
         assert_whole(self.pool)
 
 
