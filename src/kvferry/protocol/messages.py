@@ -17,6 +17,7 @@ from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID_PATTERN,
+    BlockHash,
     BlockNumber,
     Epoch,
     InstanceId,
@@ -24,6 +25,7 @@ from kvferry.protocol.ids import (
     TransferId,
 )
 from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.prefill_report import PrefillReport
 
 MAX_BLOCKS_PER_MESSAGE = 65_536
 MAX_METADATA_BYTES = 262_144
@@ -41,6 +43,7 @@ _InstanceId = Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS
 _Block = Annotated[BlockNumber, Meta(ge=0, le=MAX_BLOCK_NUMBER)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_BlockHash = Annotated[BlockHash, Meta(min_length=32, max_length=32)]
 _Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 _Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
@@ -122,6 +125,24 @@ class Acquire(_Message, frozen=True, tag="acquire"):
     duration_s: _Duration
     first_block: _Count = 0
     """Position of the first block wanted; earlier ones are in the reader's own cache."""
+    want_block_digests: bool = False
+
+
+class AcquireHistory(_Message, frozen=True, tag="acquire_history"):
+    """Ask for a lease on what the holder has of a conversation: the blocks that the leading
+    ``block_hashes`` find there. Answered by ``Granted`` with as many blocks as were found, or by
+    ``Declined`` (``gone``) if those are fewer than ``min_blocks``. ``transfer_id`` is the reader's
+    own, and names the lease in ``Release``."""
+
+    instance_id: _InstanceId
+    epoch: _Epoch
+    holder_epoch: _Epoch
+    transfer_id: _TransferId
+    block_hashes: Annotated[
+        tuple[_BlockHash, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_MESSAGE)
+    ]
+    min_blocks: _Count
+    duration_s: _Duration
     want_block_digests: bool = False
 
 
@@ -218,6 +239,7 @@ class FirstTokenReady(_Message, frozen=True, tag="first_token_ready"):
     """Of the whole prompt: the token follows no other."""
     prefill_end_s: float | None = None
     """The sender's monotonic clock, for measurements on one host; nothing is decided by it."""
+    prefill_report: PrefillReport | None = None
 
 
 class Written(_Message, frozen=True, tag="written"):
@@ -232,6 +254,7 @@ class Written(_Message, frozen=True, tag="written"):
     first_token: FirstToken
     digest: _Digest
     prefill_end_s: float | None = None
+    prefill_report: PrefillReport | None = None
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -285,7 +308,7 @@ def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Decline
 NOTICE_SEQUENCE = 0
 """The sequence number of notices, which answer nothing; requests count from 1."""
 
-Request = Hello | Acquire | Register | Renew | Release | InstanceQuery
+Request = Hello | Acquire | AcquireHistory | Register | Renew | Release | InstanceQuery
 Reply = HelloReply | Granted | Registered | Renewed | Released | Declined | InstanceInfo
 Notice = Admitted | Posting | FirstTokenReady | Written | Failed | Quiet
 Message = Request | Reply | Notice

@@ -24,6 +24,7 @@ from kvferry.protocol.ids import (
     TransferId,
 )
 from kvferry.protocol.messages import MAX_DURATION_S, MAX_NAME_CHARS
+from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
 
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
@@ -71,6 +72,9 @@ class KvTransferParams(
     ``lease_s`` is a duration: how long prefill holds the blocks from when it answered.
     ``prefill_end_s`` is the host's monotonic clock at the end of prefill's last forward, for
     measurements on one host; nothing is decided by it. ``on_failure`` is the decode leg's.
+    ``history`` is the prefill leg's: an instance that probably holds blocks of the prompt.
+    ``retention_s`` is the decode leg's: how long to retain prompt and answer for a later turn; None
+    is the instance's own default, 0 ends the conversation and what is retained of it.
     """
 
     transfer_id: TransferId
@@ -81,7 +85,10 @@ class KvTransferParams(
     num_prompt_tokens: _Count | None = None
     lease_s: _Seconds | None = None
     prefill_end_s: float | None = None
+    prefill_report: PrefillReport | None = None
     on_failure: OnFailure = OnFailure.RECOMPUTE
+    history: PeerAddress | None = None
+    retention_s: _Seconds | None = None
 
 
 def parse_params(value: object) -> KvTransferParams:

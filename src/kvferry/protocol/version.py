@@ -6,12 +6,15 @@ A process speaks its own version and the one before it; anything else is refused
 |---|---|
 | 1 | first version: hello, acquire, renew, release, instance |
 | 2 | push: register, and the sender's notices; `renewed.is_admitted`, `released.is_quiet` |
+| 3 | read-back: acquire_history; `prefill_report` in first_token_ready and written |
 """
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 2
-OLDEST_SUPPORTED_VERSION = 1
+PROTOCOL_VERSION = 3
+OLDEST_SUPPORTED_VERSION = 2
+HISTORY_VERSION = 3
+"""The first that knows ``acquire_history``."""
 
 
 def is_supported(peer_version: int) -> bool:

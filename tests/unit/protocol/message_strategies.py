@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvferry.protocol.first_token import FirstToken, TokenLogprob
-from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, LeaseId, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
+    AcquireHistory,
     Admitted,
     Declined,
     DeclineReason,
@@ -32,6 +33,7 @@ from kvferry.protocol.messages import (
     Renewed,
     Written,
 )
+from kvferry.protocol.prefill_report import PrefillReport
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
 instance_ids = names.map(InstanceId)
@@ -76,6 +78,14 @@ first_tokens = st.builds(
     logprob=st.none() | logprobs,
 )
 
+prefill_reports = st.builds(
+    PrefillReport,
+    num_cached_tokens=counts,
+    num_read_back_tokens=counts,
+    read_back_outcome=st.sampled_from(["", "received", "gone"]),
+    read_back_s=durations,
+)
+
 
 def _greeting(kind: type[Hello] | type[HelloReply]) -> st.SearchStrategy[Hello | HelloReply]:
     return st.builds(
@@ -101,6 +111,17 @@ messages: st.SearchStrategy[Message] = st.one_of(
         digest=digests,
         duration_s=durations,
         first_block=counts,
+        want_block_digests=st.booleans(),
+    ),
+    st.builds(
+        AcquireHistory,
+        instance_id=instance_ids,
+        epoch=epochs,
+        holder_epoch=epochs,
+        transfer_id=transfer_ids,
+        block_hashes=st.lists(digests.map(BlockHash), min_size=1, max_size=20).map(tuple),
+        min_blocks=counts,
+        duration_s=durations,
         want_block_digests=st.booleans(),
     ),
     st.builds(
@@ -134,6 +155,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         first_token=first_tokens,
         digest=digests,
         prefill_end_s=st.none() | durations,
+        prefill_report=st.none() | prefill_reports,
     ),
     st.builds(
         Written,
@@ -145,6 +167,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         first_token=first_tokens,
         digest=digests,
         prefill_end_s=st.none() | durations,
+        prefill_report=st.none() | prefill_reports,
     ),
     st.builds(
         Failed,

@@ -117,6 +117,7 @@ def test_the_parameters_are_described() -> None:
         "peer": params.PeerAddress,
         "first_token": params.FirstToken,
         "first_token.logprob": params.TokenLogprob,
+        "prefill_report": params.PrefillReport,
     }
     expected = list(params.KvTransferParams.__struct_fields__)
     for prefix, kind in nested.items():

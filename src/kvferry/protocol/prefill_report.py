@@ -1,0 +1,33 @@
+"""What prefill says of its own work, as it travels to decode: for reports, never for decisions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_OUTCOME_CHARS = 64
+
+_Count = Annotated[int, Meta(ge=0, le=2**40)]
+_Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class PrefillReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a prompt's KV came from, and the time that took on prefill.
+
+    Unknown fields are allowed: a newer prefill may say more.
+    """
+
+    num_cached_tokens: _Count = 0
+    """Found in prefill's own cache."""
+    num_read_back_tokens: _Count = 0
+    num_read_back_bytes: _Count = 0
+    num_computed_tokens: _Count = 0
+    """Recomputed ones included."""
+    read_back_outcome: Annotated[str, Meta(max_length=MAX_OUTCOME_CHARS)] = ""
+    """``received``, or why it was recomputed; empty: no read-back was tried."""
+    read_back_s: _Seconds = 0.0
+    """From asking the holder until the blocks were there, or until that failed."""
+    compute_s: _Seconds = 0.0
+    """From the first forward's start to the last one's end."""
