@@ -53,6 +53,12 @@ def engine() -> None:
     help="How long running requests may take to end on SIGTERM or Ctrl-C.",
 )
 @click.option(
+    "--enable-dev-endpoints",
+    is_flag=True,
+    show_default=False,
+    help="Serve POST /reset_prefix_cache, which forgets earlier prompts; for measurements.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -70,6 +76,7 @@ def serve(
     exchange_config: ExchangeConfig,
     engine_config: EngineConfig,
     shutdown_timeout_s: float,
+    enable_dev_endpoints: bool,
     log_level: str,
 ) -> None:
     """Serve MODEL, a model folder or the bundled smollm2-135m, until SIGTERM or Ctrl-C.
@@ -85,7 +92,12 @@ def serve(
         model=model,
         engine=engine_config,
         exchange=exchange_config,
-        http=HttpConfig(host=host, port=port, shutdown_timeout_s=shutdown_timeout_s),
+        http=HttpConfig(
+            host=host,
+            port=port,
+            shutdown_timeout_s=shutdown_timeout_s,
+            has_dev_endpoints=enable_dev_endpoints,
+        ),
         served_model_names=served_model_name,
         transport=transport,
         ucx_tls=ucx_tls,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams, TokenLogprob
+from kvferry.protocol.params import KvTransferParams, PrefillReport, TokenLogprob
 
 
 class FinishReason(enum.StrEnum):
@@ -59,6 +59,8 @@ class EngineRequest:
     """Role prefill: end after one token and offer the blocks. Role decode: receive them."""
     wants_progress: bool = False
     """Role prefill: say how far the prompt is computed, at admission and after each chunk."""
+    wants_report: bool = False
+    """The client reads the report: prefill's part is to travel with the handoff."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class RequestReport:
     """Role decode: by which mode KV was to come, ``pull`` or ``push``."""
     receive_outcome: str = ""
     num_preemptions: int = 0
+    prefill: PrefillReport | None = None
+    """What prefill says of its own part, where it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,10 @@ class Engine:
         """Look for results of receives; called by the connector when it has some."""
         self._inbox.wake()
 
+    def reset_prefix_cache(self) -> None:
+        """Find nothing of earlier prompts any more; requests in service go on."""
+        self.pool.clear_cache()
+
     def snapshot(self) -> EngineSnapshot:
         """Return counts for metrics, health and tests."""
         scheduler, counters = self._core.scheduler, self._core.counters

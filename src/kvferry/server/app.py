@@ -29,6 +29,7 @@ def build_app(service: InstanceService) -> web.Application:
             web.post("/detokenize", endpoints.detokenize),
             web.get("/health", endpoints.health),
             web.get("/metrics", endpoints.metrics),
+            web.post("/reset_prefix_cache", endpoints.reset_prefix_cache),
             web.get("/kvferry/instance", endpoints.instance),
             web.delete("/kvferry/transfers/{transfer_id}", endpoints.cancel_transfer),
         ]

@@ -23,6 +23,8 @@ class HttpConfig:
     """Longer texts are tokenised on a thread of their own."""
     shutdown_timeout_s: float = 5.0
     """For running requests to end after they have been told to."""
+    has_dev_endpoints: bool = False
+    """Whether anyone who reaches this server may empty its prefix cache."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

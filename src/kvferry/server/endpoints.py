@@ -98,6 +98,22 @@ async def instance(request: web.Request) -> web.Response:
     return _json(shown)
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """``POST /reset_prefix_cache``, as in vLLM: 200 once nothing of earlier prompts is found.
+
+    For development: 403 unless the instance was started for it.
+    """
+    parts = request.app[SERVICE].parts
+    if not parts.http.has_dev_endpoints:
+        raise RequestError(
+            "this endpoint is for development: start the instance with --enable-dev-endpoints",
+            code="dev_endpoints_disabled",
+            status=403,
+        )
+    parts.engine.reset_prefix_cache()
+    return web.Response()
+
+
 async def cancel_transfer(request: web.Request) -> web.Response:
     """``DELETE /kvferry/transfers/{transfer_id}``: 204, whether or not there was anything.
 

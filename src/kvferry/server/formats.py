@@ -93,14 +93,38 @@ def usage_so_far(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
 
 
 def usage_of(choices: Sequence[Choice], num_prompt_tokens: int) -> Json:
-    """Return the usage of a whole answer; cached tokens are of this instance's own cache."""
+    """Return the usage of a whole answer; cached tokens are those that nobody computed."""
     num_completion = sum(len(choice.token_ids) for choice in choices)
     reports = [choice.report for choice in choices if choice.report is not None]
     details = None
     if reports:
-        details = {"cached_tokens": sum(report.num_cached_tokens for report in reports)}
+        details = {"cached_tokens": sum(_num_reused_tokens(report) for report in reports)}
     usage = usage_so_far(num_prompt_tokens, num_completion)
     return usage | {"prompt_tokens_details": details}
+
+
+def _num_reused_tokens(report: RequestReport) -> int:
+    """Prompt tokens that neither prefill nor this instance computed.
+
+    Without prefill's report it is those in this instance's own cache. Each side computes all
+    from some token on, so what both have not computed is the shorter of two beginnings.
+    """
+    prefill = report.prefill
+    if prefill is None:
+        return report.num_cached_tokens
+    not_computed_here = report.num_prompt_tokens - report.num_computed_prompt_tokens
+    not_computed_there = prefill.num_cached_tokens + prefill.num_read_back_tokens
+    return max(0, min(not_computed_here, not_computed_there))
+
+
+def _shown_report(report: RequestReport | None) -> Json | None:
+    if report is None:
+        return None
+    shown: Json = msgspec.to_builtins(report)
+    if report.prefill is not None:
+        # Whole: on the wire it leaves out what is zero, which a reader of answers would miss.
+        shown["prefill"] = msgspec.structs.asdict(report.prefill)
+    return shown
 
 
 def extras_of(choices: Sequence[Choice], *, with_report: bool) -> Json:
@@ -112,7 +136,7 @@ def extras_of(choices: Sequence[Choice], *, with_report: bool) -> Json:
     if len(choices) == 1 and choices[0].handoff is not None:
         extras["kv_transfer_params"] = emit_params(choices[0].handoff)
     if with_report:
-        reports = [msgspec.to_builtins(choice.report) for choice in choices]
+        reports = [_shown_report(choice.report) for choice in choices]
         extras["kv_report"] = reports[0] if len(reports) == 1 else reports
     return extras
 

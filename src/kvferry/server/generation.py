@@ -34,6 +34,10 @@ class EngineLike(Protocol):
         """End a request; unknown ones are ignored. Its last output has the reason ABORT."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Find nothing of earlier prompts any more; requests in service go on."""
+        ...
+
 
 Sink = Callable[[TokenOutput], None]
 

@@ -53,11 +53,13 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--no-prefix-caching"),
         *("--recompute-threshold-tokens", "5", "--handoff-lease-s", "6", "--verify-transfers"),
         *("--receive-timeout-s", "7", "--max-held-share", "0.5", "--shutdown-timeout-s", "2"),
+        "--enable-dev-endpoints",
     )
     (config,) = started
     assert (config.model, config.served_model_names) == ("m", ("x",))
     assert (config.transport, config.ucx_tls) == ("shm", "tcp")
     assert (config.http.port, config.http.shutdown_timeout_s) == (8001, 2.0)
+    assert config.http.has_dev_endpoints
     engine_config = config.engine
     assert (engine_config.num_blocks, engine_config.block_size_tokens) == (9, 8)
     assert (engine_config.max_num_sequences, engine_config.prefill_chunk_tokens) == (4, 64)
@@ -76,6 +78,7 @@ def test_defaults_are_for_one_host(started: list[InstanceConfig]) -> None:
     invoke("m")
     first, second = started
     assert (first.http.host, first.http.port) == ("127.0.0.1", 0)
+    assert not first.http.has_dev_endpoints
     assert first.exchange.control_host == "127.0.0.1"
     assert first.engine.kv_cache_bytes == 1024**3
     assert first.engine.prefix_caching

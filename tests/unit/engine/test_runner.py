@@ -16,7 +16,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine, draw_seed
 from kvferry.engine.sampler import Scores
-from kvferry.engine.scheduler import Chunk, Scheduler
+from kvferry.engine.plan import Chunk
+from kvferry.engine.scheduler import Scheduler
 from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Role
@@ -106,6 +107,26 @@ def test_reports_and_logprobs(tiny_model_dir: Path) -> None:
             assert output.logprob.top[0] == (output.token_id, output.logprob.logprob)
             assert len(output.logprob.top) == 2
         assert answer.outputs[0].report is None
+
+
+def _num_cached(answer: Answer) -> int:
+    report = answer.outputs[-1].report
+    assert report is not None
+    return report.num_cached_tokens
+
+
+def test_a_reset_forgets_earlier_prompts_and_ends_nobody(tiny_model_dir: Path) -> None:
+    prompt = range(3, 43)
+    with Rig(tiny_model_dir) as rig:
+        first = rig.submit(prompt, max_tokens=2).wait()
+        assert _num_cached(rig.submit(prompt, max_tokens=2).wait()) > 0
+        running = rig.submit(prompt, max_tokens=100)
+        running.wait_tokens(1)
+        rig.engine.reset_prefix_cache()
+        after = rig.submit(prompt, max_tokens=2).wait()
+        assert _num_cached(after) == 0
+        assert after.tokens == first.tokens
+        assert running.wait().tokens[:2] == first.tokens
 
 
 def test_abort_at_every_point(tiny_model_dir: Path) -> None:

@@ -157,6 +157,7 @@ class ScriptedEngine:
     answers_aborts: bool = True
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
+    num_cache_resets: int = 0
     _callbacks: dict[RequestId, OutputCallback] = field(default_factory=dict)
     _changed: threading.Event = field(default_factory=threading.Event)
     _loop_events: list[asyncio.Event] = field(default_factory=list)
@@ -183,6 +184,9 @@ class ScriptedEngine:
                     report=report_of(request),
                 )
             )
+
+    def reset_prefix_cache(self) -> None:
+        self.num_cache_resets += 1
 
     def emit(self, request: EngineRequest, text: str) -> None:
         self._send(outputs_of(request, list(text.encode()), None), self.callback(request))

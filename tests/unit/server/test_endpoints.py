@@ -89,6 +89,19 @@ async def test_metrics_count_requests_and_tokens() -> None:
         assert line in lines
 
 
+async def test_the_prefix_cache_is_reset_only_where_that_is_enabled() -> None:
+    path = "/reset_prefix_cache"
+    async with serve(ScriptedEngine(), http=HttpConfig(has_dev_endpoints=True)) as served:
+        async with served.client.post(path) as response:
+            assert (response.status, await response.read()) == (200, b"")
+        assert served.engine.num_cache_resets == 1
+    async with serve(ScriptedEngine()) as served:
+        status, body = await served.post(path, None)
+        assert served.engine.num_cache_resets == 0
+    assert status == 403
+    assert "--enable-dev-endpoints" in body["error"]["message"]
+
+
 async def test_unknown_paths_and_methods_have_openai_errors() -> None:
     async with serve(ScriptedEngine()) as served:
         async with served.client.get("/v2") as response:

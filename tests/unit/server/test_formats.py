@@ -1,0 +1,67 @@
+"""What usage and report say of a prompt whose KV came from several places."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvferry.engine.request import RequestReport
+from kvferry.protocol.params import PrefillReport
+from kvferry.server.formats import Choice, extras_of, usage_of
+
+_DECODED = RequestReport(
+    arrived_s=1.0, num_prompt_tokens=1000, num_cached_tokens=900, num_received_tokens=100
+)
+_READ_BACK = PrefillReport(
+    num_cached_tokens=160,
+    num_read_back_tokens=640,
+    num_computed_tokens=200,
+    read_back_outcome="received",
+)
+
+
+def _choice(report: RequestReport) -> Choice:
+    return Choice(index=0, prompt_token_ids=(), report=report)
+
+
+def _recomputed(count: int) -> RequestReport:
+    return dataclasses.replace(
+        _DECODED, num_cached_tokens=0, num_received_tokens=0, num_computed_prompt_tokens=count
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "cached"),
+    [
+        (_DECODED, 900),
+        (dataclasses.replace(_DECODED, prefill=_READ_BACK), 800),
+        (dataclasses.replace(_DECODED, prefill=PrefillReport(num_computed_tokens=1000)), 0),
+        (dataclasses.replace(_recomputed(900), prefill=_READ_BACK), 100),
+        (dataclasses.replace(_recomputed(1900), prefill=_READ_BACK), 0),
+    ],
+    ids=["no word of prefill", "read back", "computed", "computed again here", "and again"],
+)
+def test_cached_tokens_are_those_that_nobody_computed(report: RequestReport, cached: int) -> None:
+    usage = usage_of([_choice(report)], 1000)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+def test_the_prefill_part_of_a_report_is_shown_whole() -> None:
+    report = dataclasses.replace(_DECODED, prefill=_READ_BACK)
+    shown = extras_of([_choice(report)], with_report=True)["kv_report"]
+    assert shown["prefill"] == {
+        "num_cached_tokens": 160,
+        "num_read_back_tokens": 640,
+        "num_read_back_bytes": 0,
+        "num_computed_tokens": 200,
+        "read_back_outcome": "received",
+        "read_back_s": 0.0,
+        "compute_s": 0.0,
+    }
+    assert extras_of([_choice(_DECODED)], with_report=True)["kv_report"]["prefill"] is None
+
+
+def test_a_choice_without_a_report_shows_none() -> None:
+    choice = Choice(index=0, prompt_token_ids=())
+    assert extras_of([choice], with_report=True) == {"kv_report": None}
