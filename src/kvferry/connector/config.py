@@ -39,6 +39,11 @@ class ExchangeConfig:
     """Of the pool, for finished handoffs that wait for their reader."""
     max_reader_share: float = 1.0
     """Of the pool, for one reader's leases; offers are bounded by ``max_held_share`` already."""
+    history_timeout_s: float = 5.0
+    """From asking a holder for a conversation's blocks until they are there; then the prompt is
+    computed."""
+    max_history_share: float = 0.5
+    """Of the pool, for one reader's leases on conversations held here."""
     max_quarantine_share: float = 0.25
     max_peers: int = 64
     push_heartbeat_s: float = 1.0
@@ -63,11 +68,13 @@ class ExchangeConfig:
         for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):
             _require_positive(name, getattr(self, name))
         _require_positive("receive_timeout_s", self.receive_timeout_s)
+        _require_positive("history_timeout_s", self.history_timeout_s)
         _require_positive("push_heartbeat_s", self.push_heartbeat_s)
         _require_positive("prefill_timeout_s", self.prefill_timeout_s)
         for name in (
             "max_held_share",
             "max_reader_share",
+            "max_history_share",
             "max_quarantine_share",
             "max_registered_share",
         ):

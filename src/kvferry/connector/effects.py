@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.messages import Notice, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
 
@@ -28,6 +28,16 @@ class SendAcquire(_Effect, frozen=True):
     digest: bytes
     duration_s: float
     first_block: int
+
+
+class SendAcquireHistory(_Effect, frozen=True):
+    """Ask the holder for what it has of these blocks; answered as ``SendAcquire`` is."""
+
+    peer: PeerAddress
+    transfer_id: TransferId
+    block_hashes: tuple[BlockHash, ...]
+    min_blocks: int
+    duration_s: float
 
 
 class SendRegister(_Effect, frozen=True):
@@ -132,6 +142,12 @@ class CountOfferEnd(_Effect, frozen=True):
     outcome: str
 
 
+class CountHistoryEnd(_Effect, frozen=True):
+    """A lease on a conversation's blocks ended; ``outcome`` is a metric label."""
+
+    outcome: str
+
+
 class NotifyEngine(_Effect, frozen=True):
     """There are results to collect."""
 
@@ -139,6 +155,7 @@ class NotifyEngine(_Effect, frozen=True):
 Effect = (
     ContactPeer
     | SendAcquire
+    | SendAcquireHistory
     | SendRegister
     | SendRenew
     | SendRelease
@@ -152,5 +169,6 @@ Effect = (
     | StartServing
     | StopServing
     | CountOfferEnd
+    | CountHistoryEnd
     | NotifyEngine
 )

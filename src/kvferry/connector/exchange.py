@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.connector.effects import ContactPeer
 from kvferry.connector.mover import Mover
 from kvferry.connector.parts import MoverParts
 from kvferry.connector.planner import Planner
@@ -23,13 +24,15 @@ from kvferry.connector.ports import (
 from kvferry.connector.readers import BlockDigester
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import ExchangeMetrics
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import Hello, InstanceInfo
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.transport.base import Transport
 
-CAPABILITIES = ("pull", "push")
+CAPABILITIES = ("pull", "push", "history")
+HISTORY_MODE = "history"
+"""Label of read-backs in metrics, beside the modes of a handoff."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Exchange:
             self._describe,
         )
         self._mover = Mover(self._parts)
-        self._modes: dict[TransferId, Mode] = {}
+        self._modes: dict[TransferId, str] = {}
         self.address = PeerAddress(config.instance_id, config.epoch, self._mover.control_address)
 
     def start(self, on_results: Callable[[], None]) -> None:
@@ -121,6 +124,24 @@ class Exchange:
         """See ``ConnectorPort``."""
         self._modes.pop(transfer_id, None)
         self._mover.submit(self._planner.end_receive(transfer_id, needed=needed))
+
+    def contact(self, peer: PeerAddress) -> None:
+        """See ``ConnectorPort``."""
+        self._check_address(peer.control_address)
+        self._mover.submit([ContactPeer(peer)])
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> TransferId:
+        """See ``ConnectorPort``."""
+        transfer_id, effects = self._planner.read_history(peer, hashes, blocks, min_blocks)
+        self._modes[transfer_id] = HISTORY_MODE
+        self._mover.submit(effects)
+        return transfer_id
 
     def take_results(self) -> list[ReceiveResult]:
         """See ``ConnectorPort``."""

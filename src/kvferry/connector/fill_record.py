@@ -8,7 +8,7 @@ from kvferry.connector.effects import SendRegister
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.connector.push import PUSH_RECEIVER, FillState
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import ReleaseOutcome
+from kvferry.protocol.messages import FirstTokenReady, ReleaseOutcome, Written
 from kvferry.protocol.params import PeerAddress
 
 
@@ -49,3 +49,8 @@ class Fill:
             self.blocks,
             max(0.0, self.deadline_s - now_s),
         )
+
+
+def prefill_end(notice: FirstTokenReady | Written) -> PrefillEnd:
+    """Return how the sender's prefill ended, as its notice says."""
+    return PrefillEnd(notice.first_token, notice.prefill_end_s, notice.prefill_report)

@@ -19,6 +19,7 @@ import zmq
 from kvferry.connector.control import ControlContext, ControlServer
 from kvferry.connector.effects import (
     ContactPeer,
+    CountHistoryEnd,
     CountOfferEnd,
     DisconnectPeer,
     DisconnectReader,
@@ -27,10 +28,6 @@ from kvferry.connector.effects import (
     NotifyEngine,
     PostRead,
     PostWrite,
-    SendAcquire,
-    SendRegister,
-    SendRelease,
-    SendRenew,
     StartProgress,
     StartServing,
     StopProgress,
@@ -41,6 +38,7 @@ from kvferry.connector.holders import Holders
 from kvferry.connector.parts import MoverParts
 from kvferry.connector.readers import Readers
 from kvferry.connector.reads import Reads
+from kvferry.connector.sessions import Sendable
 from kvferry.connector.writes import Writes
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
@@ -236,7 +234,7 @@ class Mover:
     def _execute(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
-                case SendAcquire() | SendRegister() | SendRenew() | SendRelease():
+                case _ if isinstance(effect, Sendable):
                     self._holders.send(effect)
                 case PostRead() | PostWrite():
                     self._post(effect)
@@ -246,10 +244,15 @@ class Mover:
                     self._join_or_part(effect)
                 case Notify():
                     self._notify(effect)
-                case CountOfferEnd():
-                    self._parts.metrics.handoffs.labels(effect.outcome).inc()
+                case CountOfferEnd() | CountHistoryEnd():
+                    self._count_end(effect)
                 case NotifyEngine():
                     self._parts.on_results()
+
+    def _count_end(self, effect: CountOfferEnd | CountHistoryEnd) -> None:
+        metrics = self._parts.metrics
+        is_offer = isinstance(effect, CountOfferEnd)
+        (metrics.handoffs if is_offer else metrics.history_leases).labels(effect.outcome).inc()
 
     def _post(self, effect: PostRead | PostWrite) -> None:
         self._turn_s = MIN_TURN_S

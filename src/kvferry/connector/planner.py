@@ -15,6 +15,7 @@ from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import Effect
 from kvferry.connector.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
+from kvferry.connector.history import HistoryPlanner
 from kvferry.connector.holds import Holds
 from kvferry.connector.ports import (
     BlockPort,
@@ -28,11 +29,13 @@ from kvferry.connector.push_receiver import PushReceiver
 from kvferry.connector.push_sender import PushSender
 from kvferry.connector.receiver import ReceivePlanner
 from kvferry.connector.sender import OfferPlanner
+from kvferry.connector.serving import Serving
 from kvferry.errors import RequestError
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
+    AcquireHistory,
     Declined,
     DeclineReason,
     Granted,
@@ -62,7 +65,9 @@ class Planner:
         )
         self._holds = Holds(config, blocks, clock)
         self._holds.make_room = lambda num_blocks: self._give_up(num_blocks)[1]
-        self._sender = OfferPlanner(config, blocks, self._holds, clock)
+        serving = Serving()
+        self._sender = OfferPlanner(config, blocks, self._holds, serving, clock)
+        self._history = HistoryPlanner(config, blocks, serving, clock)
         self._push_sender = PushSender(config, layout, blocks, self._holds, clock)
 
     def begin_receive(
@@ -97,6 +102,17 @@ class Planner:
             if transfer_id in self._push_receiver:
                 return self._push_receiver.receive(transfer_id, blocks, first_block)
             return self._receiver.receive(transfer_id, blocks, first_block)
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> tuple[TransferId, list[Effect]]:
+        """See ``ConnectorPort.read_history``."""
+        with self._lock:
+            return self._receiver.read_history(peer, hashes, blocks, min_blocks)
 
     def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
         """See ``ConnectorPort.give_back``."""
@@ -178,12 +194,14 @@ class Planner:
                     return self._push_receiver.handle(event)
 
     def answer_acquire(
-        self, reader: str, message: Acquire
+        self, reader: str, message: Acquire | AcquireHistory
     ) -> tuple[Granted | Declined, list[Effect]]:
         """Answer a reader that shook hands with this epoch."""
         if message.holder_epoch != self._config.epoch:
             return self._decline_epoch(), []
         with self._lock:
+            if isinstance(message, AcquireHistory):
+                return self._history.acquire(reader, message)
             return self._sender.acquire(reader, message)
 
     def answer_register(
@@ -208,6 +226,9 @@ class Planner:
         if message.holder_epoch != self._config.epoch:
             return Released(), []
         with self._lock:
+            effects = self._history.release(reader, message)
+            if effects is not None:
+                return Released(), effects
             answer = self._push_sender.release(reader, message)
             return answer if answer is not None else self._sender.release(reader, message)
 
@@ -220,7 +241,7 @@ class Planner:
         """Act on all deadlines that have passed."""
         with self._lock:
             effects = self._receiver.tick() + self._push_receiver.tick()
-            effects += self._sender.tick() + self._push_sender.tick()
+            effects += self._sender.tick() + self._push_sender.tick() + self._history.tick()
             for transfer_id in self._holds.expire():
                 effects += self._sender.expire(transfer_id) + self._push_sender.expire(transfer_id)
             return effects
@@ -233,6 +254,7 @@ class Planner:
                 self._push_receiver.next_deadline_s(),
                 self._sender.next_deadline_s(),
                 self._push_sender.next_deadline_s(),
+                self._history.next_deadline_s(),
                 self._holds.next_expiry_s(),
             )
         return min((d for d in deadlines if d is not None), default=None)
@@ -244,9 +266,12 @@ class Planner:
             ended = self._sender.outcomes + self._push_sender.outcomes
             outcomes = Counter({f"receive_{k}": v for k, v in received.items()})
             outcomes.update({f"offer_{k}": v for k, v in ended.items()})
+            outcomes.update({f"history_{k}": v for k, v in self._history.outcomes.items()})
+            num_leased = self._sender.num_blocks_leased + self._history.num_blocks_leased
             return ConnectorSnapshot(
                 num_handoffs_held=self._sender.num_offers + self._push_sender.num_sends,
-                num_blocks_leased=self._holds.num_blocks + self._sender.num_blocks_leased,
+                num_blocks_leased=self._holds.num_blocks + num_leased,
+                num_history_leases=self._history.num_leases,
                 num_receives=self._receiver.num_receives + self._push_receiver.num_receives,
                 num_blocks_quarantined=self._quarantine.num_blocks,
                 outcomes=dict(outcomes),

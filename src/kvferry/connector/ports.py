@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.protocol.first_token import FirstToken
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.protocol.prefill_report import PrefillReport
 
 
 class BlockPort(Protocol):
-    """Reference counts of an engine's pool. Thread-safe."""
+    """Reference counts and content of an engine's pool. Thread-safe."""
 
     @property
     def num_blocks(self) -> int:
@@ -35,6 +36,10 @@ class BlockPort(Protocol):
 
     def drop(self, blocks: Sequence[BlockNumber]) -> None:
         """Take one reference from each block; at none a block may be reused."""
+        ...
+
+    def acquire_cached(self, hashes: Sequence[BlockHash]) -> list[BlockNumber]:
+        """Return the blocks of the leading ``hashes`` that are found, one more reference each."""
         ...
 
 
@@ -62,6 +67,7 @@ class PrefillEnd:
 
     first_token: FirstToken
     ended_s: float | None = None
+    report: PrefillReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class ReceiveResult:
     outcome: ReceiveOutcome
     detail: str = ""
     num_bytes: int = 0
+    num_blocks: int = 0
+    """Leading ones of the given blocks that were filled; fewer than given only of a history."""
     transport: str = ""
     started_s: float = 0.0
     """Monotonic seconds when the receive was asked for."""
@@ -113,6 +121,9 @@ class ConnectorSnapshot:
     num_handoffs_held: int = 0
     num_blocks_leased: int = 0
     num_receives: int = 0
+    """Read-backs included."""
+    num_history_leases: int = 0
+    """Leases of peers that read a conversation back from here."""
     num_blocks_quarantined: int = 0
     num_peers_resting: int = 0
     """Peers lost a moment ago: a receive from one of them ends as ``unreachable`` at once."""
@@ -171,6 +182,27 @@ class ConnectorPort(Protocol):
 
     def take_first_tokens(self) -> list[FirstTokenArrival]:
         """Push: return the first tokens that have arrived since the last call, each once."""
+        ...
+
+    # -- reader of a history (prefill) ----------------------------------------------------------
+    def contact(self, peer: PeerAddress) -> None:
+        """Shake hands with an instance that will be asked for something soon. Raises
+        ``RequestError`` for an address that is not allowed."""
+        ...
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> TransferId:
+        """Fill the first of ``blocks`` with what ``peer`` has of ``hashes``, which are as many.
+
+        Returns the name of this receive: the end comes as a ``ReceiveResult``, within the
+        configured time. ``end_receive`` gives it up. References as in ``receive``. Fewer than
+        ``min_blocks`` found is ``GONE``.
+        """
         ...
 
     # -- sender (prefill) ---------------------------------------------------------------------

@@ -29,7 +29,7 @@ from kvferry.connector.events import (
     ReleaseAnswered,
     RenewAnswered,
 )
-from kvferry.connector.fill_record import Fill
+from kvferry.connector.fill_record import Fill, prefill_end
 from kvferry.connector.outcomes import OUTCOME_OF_DECLINE, OUTCOME_OF_FAILURE
 from kvferry.connector.ports import (
     BlockPort,
@@ -249,9 +249,7 @@ class PushReceiver:
             case FirstTokenReady() | Written() if notice.digest != fill.prompt.digest:
                 return []  # of another prompt under this id: the registration is declined
             case FirstTokenReady():
-                return self._on_first_token(
-                    fill, PrefillEnd(notice.first_token, notice.prefill_end_s)
-                )
+                return self._on_first_token(fill, prefill_end(notice))
             case Written():
                 return self._on_written(fill, notice)
             case Failed():
@@ -274,7 +272,7 @@ class PushReceiver:
         return self._step(fill, FillEvent.FIRST_TOKEN)
 
     def _on_written(self, fill: Fill, notice: Written) -> list[Effect]:
-        effects = self._on_first_token(fill, PrefillEnd(notice.first_token, notice.prefill_end_s))
+        effects = self._on_first_token(fill, prefill_end(notice))
         if notice.generation != fill.generation:
             return effects
         if fill.state is FillState.QUARANTINED:

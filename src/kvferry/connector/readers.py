@@ -17,6 +17,7 @@ from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
     Acquire,
+    AcquireHistory,
     DeclineReason,
     Granted,
     Hello,
@@ -105,7 +106,7 @@ class Readers:
         match message:
             case Hello():
                 return self._on_hello(message)
-            case Acquire():
+            case Acquire() | AcquireHistory():
                 return self._on_acquire(message)
             case Register():
                 return self._on_register(message)
@@ -151,7 +152,7 @@ class Readers:
             own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata
         )
 
-    def _on_acquire(self, message: Acquire) -> tuple[Reply, list[Effect]]:
+    def _on_acquire(self, message: Acquire | AcquireHistory) -> tuple[Reply, list[Effect]]:
         reader = reader_name(message)
         if reader not in self._links:
             return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
@@ -188,6 +189,6 @@ class Readers:
         link.disconnect()
 
 
-def reader_name(message: Hello | Acquire | Register | Release) -> str:
+def reader_name(message: Hello | Acquire | AcquireHistory | Register | Release) -> str:
     """Return the name under which a reader's link and leases are kept."""
     return f"{message.instance_id}/{message.epoch}"

@@ -20,6 +20,7 @@ from kvferry.connector.effects import (
     NotifyEngine,
     PostRead,
     SendAcquire,
+    SendAcquireHistory,
     SendRelease,
     SendRenew,
 )
@@ -28,7 +29,7 @@ from kvferry.connector.outcomes import OUTCOME_OF_DECLINE
 from kvferry.connector.ports import BlockPort, PromptIdentity, ReceiveOutcome, ReceiveResult
 from kvferry.connector.pull import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.messages import Declined, Granted, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
 
@@ -46,14 +47,23 @@ _EVENT_OF_READ = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What a read-back asks for, instead of a handoff by its name."""
+
+    hashes: tuple[BlockHash, ...]
+    min_blocks: int
+
+
 @dataclass(slots=True)
 class _Receive:
-    """One receive in hand."""
+    """One receive in hand: of a handoff (``source`` is its prompt) or of a history."""
 
     transfer_id: TransferId
     peer: PeerAddress
-    prompt: PromptIdentity
-    next_renew_s: float
+    source: PromptIdentity | _History
+    timeout_s: float
+    next_renew_s: float = float("inf")
     state: ReceiveState = RECEIVER.initial
     num_renewals: int = 0
     blocks: tuple[BlockNumber, ...] = ()
@@ -80,6 +90,7 @@ class ReceivePlanner:
         self._clock = clock
         self._receives: dict[TransferId, _Receive] = {}
         self._results: list[ReceiveResult] = []
+        self._num_histories = 0
         self.outcomes: Counter[str] = Counter()
 
     def __contains__(self, transfer_id: TransferId) -> bool:
@@ -95,10 +106,30 @@ class ReceivePlanner:
         self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
     ) -> list[Effect]:
         """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
+        next_renew_s = self._clock.monotonic_s() + self._config.heartbeat_interval_s
         self._receives[transfer_id] = _Receive(
-            transfer_id, peer, prompt, self._clock.monotonic_s() + self._config.heartbeat_interval_s
+            transfer_id, peer, prompt, self._config.receive_timeout_s, next_renew_s
         )
         return [ContactPeer(peer)]
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> tuple[TransferId, list[Effect]]:
+        """See ``ConnectorPort.read_history``."""
+        if len(hashes) != len(blocks):
+            raise LocalProtocolError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        self._num_histories += 1
+        # Told apart from a router's ids, and from those of an earlier start.
+        transfer_id = TransferId(f"history-{self._config.epoch:x}-{self._num_histories}")
+        source = _History(tuple(hashes), min_blocks)
+        self._receives[transfer_id] = _Receive(
+            transfer_id, peer, source, self._config.history_timeout_s
+        )
+        return transfer_id, self.receive(transfer_id, blocks, 0)
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
@@ -110,7 +141,7 @@ class ReceivePlanner:
         receive.blocks = tuple(blocks)
         receive.first_block = first_block
         receive.started_s = self._clock.monotonic_s()
-        receive.deadline_s = receive.started_s + self._config.receive_timeout_s
+        receive.deadline_s = receive.started_s + receive.timeout_s
         effects = self._step(receive, ReceiveEvent.BLOCKS_GIVEN)
         if self._quarantine.num_blocks and self._quarantine.is_full:
             receive.outcome = ReceiveOutcome.DECLINED
@@ -182,7 +213,7 @@ class ReceivePlanner:
             receive.deadline_s += self._config.quarantine_grace_s
             return self._step(receive, ReceiveEvent.GRACE_OVER)
         receive.outcome = ReceiveOutcome.SLOW
-        receive.detail = f"not received within {self._config.receive_timeout_s} s"
+        receive.detail = f"not received within {receive.timeout_s} s"
         return self._step(receive, ReceiveEvent.DEADLINE)
 
     def _on_answer(self, receive: _Receive, event: AcquireAnswered) -> list[Effect]:
@@ -190,6 +221,8 @@ class ReceivePlanner:
             receive.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
             receive.detail = event.reply.detail
             return self._step(receive, ReceiveEvent.DECLINED)
+        if isinstance(receive.source, _History):
+            self._trim(receive, len(event.reply.blocks))
         if len(event.reply.blocks) != len(receive.blocks):
             receive.outcome = ReceiveOutcome.FAILED
             receive.detail = (
@@ -200,6 +233,12 @@ class ReceivePlanner:
         receive.granted = event.reply
         receive.lease_deadline_s = reader_deadline_s(event.sent_s, event.reply.duration_s)
         return self._step(receive, ReceiveEvent.GRANTED)
+
+    def _trim(self, receive: _Receive, count: int) -> None:
+        """The holder has fewer blocks than were asked for: the others are not touched."""
+        if 0 < count < len(receive.blocks):
+            self._blocks.drop(receive.blocks[count:])
+            receive.blocks = receive.blocks[:count]
 
     def _on_read_ended(self, receive: _Receive, event: ReadEnded) -> list[Effect]:
         receive.num_bytes, receive.detail = event.num_bytes, event.detail
@@ -254,14 +293,14 @@ class ReceivePlanner:
         self._blocks.drop(receive.blocks)
         receive.deadline_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
 
-    def _acquire(self, receive: _Receive) -> SendAcquire:
+    def _acquire(self, receive: _Receive) -> SendAcquire | SendAcquireHistory:
+        peer, transfer_id, source = receive.peer, receive.transfer_id, receive.source
+        duration_s = receive.timeout_s + 2 * READER_MARGIN_S
+        if isinstance(source, _History):
+            hashes, min_blocks = source.hashes, source.min_blocks
+            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s)
         return SendAcquire(
-            receive.peer,
-            receive.transfer_id,
-            receive.prompt.num_tokens,
-            receive.prompt.digest,
-            self._config.receive_timeout_s + 2 * READER_MARGIN_S,
-            receive.first_block,
+            peer, transfer_id, source.num_tokens, source.digest, duration_s, receive.first_block
         )
 
     def _post_read(self, receive: _Receive) -> PostRead:
@@ -285,6 +324,7 @@ class ReceivePlanner:
                 receive.outcome,
                 receive.detail,
                 num_bytes=receive.num_bytes if received else 0,
+                num_blocks=len(receive.blocks) if received else 0,
                 started_s=receive.started_s,
                 finished_s=self._clock.monotonic_s(),
             )

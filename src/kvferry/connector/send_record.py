@@ -60,7 +60,9 @@ class Send:
 
 def first_token_notice(send: Send, end: PrefillEnd) -> FirstTokenReady:
     """Return the notice that prefill is complete."""
-    return FirstTokenReady(send.transfer_id, end.first_token, send.prompt.digest, end.ended_s)
+    return FirstTokenReady(
+        send.transfer_id, end.first_token, send.prompt.digest, end.ended_s, end.report
+    )
 
 
 def written_notice(send: Send, end: PrefillEnd) -> Written:
@@ -77,4 +79,5 @@ def written_notice(send: Send, end: PrefillEnd) -> Written:
         end.first_token,
         send.prompt.digest,
         end.ended_s,
+        end.report,
     )

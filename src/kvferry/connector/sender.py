@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import CountOfferEnd, Effect, StartServing, StopServing
+from kvferry.connector.effects import CountOfferEnd, Effect
 from kvferry.connector.holds import Holds
 from kvferry.connector.ports import BlockPort, PromptIdentity
 from kvferry.connector.pull import SENDER, OfferAction, OfferEvent, OfferState
+from kvferry.connector.serving import Serving
 from kvferry.errors import CapacityError, FerryError, RequestError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 from kvferry.protocol.messages import (
@@ -61,16 +62,21 @@ class OfferPlanner:
     """All offers of one instance."""
 
     def __init__(
-        self, config: ExchangeConfig, blocks: BlockPort, holds: Holds, clock: Clock
+        self,
+        config: ExchangeConfig,
+        blocks: BlockPort,
+        holds: Holds,
+        serving: Serving,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._holds = holds
+        self._serving = serving
         limits = LeaseLimits(config.max_lease_s, config.max_renewals, config.max_reader_share)
         self._leases = LeaseTable(blocks, clock, limits)
         self._offers: OrderedDict[TransferId, _Offer] = OrderedDict()
         self._transfer_of_lease: dict[LeaseId, TransferId] = {}
         self._ends: OrderedDict[TransferId, OfferEvent] = OrderedDict()
-        self._num_leases: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
 
     def __contains__(self, transfer_id: TransferId) -> bool:
@@ -134,9 +140,7 @@ class OfferPlanner:
             return decline(DeclineReason.PRESSURE, str(error)), effects
         offer.readers[reader] = lease.lease_id
         self._transfer_of_lease[lease.lease_id] = offer.transfer_id
-        self._num_leases[reader] += 1
-        if self._num_leases[reader] == 1:
-            effects.append(StartServing(reader))
+        effects += self._serving.begin(reader)
         duration_s = min(message.duration_s, self._config.max_lease_s)
         return Granted(lease.lease_id, duration_s, wanted), effects
 
@@ -211,11 +215,7 @@ class OfferPlanner:
             return []
         self._leases.release(lease_id)
         self._transfer_of_lease.pop(lease_id, None)
-        self._num_leases[reader] -= 1
-        if self._num_leases[reader] > 0:
-            return []
-        del self._num_leases[reader]
-        return [StopServing(reader)]
+        return self._serving.end(reader)
 
     def _remember_end(self, transfer_id: TransferId, event: OfferEvent) -> None:
         self.outcomes[event] += 1

@@ -14,7 +14,13 @@ from typing import Protocol
 import zmq
 
 from kvferry.clock import Clock
-from kvferry.connector.effects import SendAcquire, SendRegister, SendRelease, SendRenew
+from kvferry.connector.effects import (
+    SendAcquire,
+    SendAcquireHistory,
+    SendRegister,
+    SendRelease,
+    SendRenew,
+)
 from kvferry.connector.events import (
     AcquireAnswered,
     Event,
@@ -31,6 +37,7 @@ from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     NOTICE_SEQUENCE,
     Acquire,
+    AcquireHistory,
     Declined,
     DeclineReason,
     Envelope,
@@ -48,9 +55,10 @@ from kvferry.protocol.messages import (
     Request,
 )
 from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.version import HISTORY_VERSION
 from kvferry.transport.base import Link
 
-Sendable = SendAcquire | SendRegister | SendRenew | SendRelease
+Sendable = SendAcquire | SendAcquireHistory | SendRegister | SendRenew | SendRelease
 
 
 class SessionState(enum.Enum):
@@ -108,6 +116,8 @@ class Session:
     is_retired: bool = False
     """Its socket is closed; the link goes when no READ runs on it."""
     link_closed: bool = False
+    peer_version: int = 0
+    """Protocol version that the peer has shown."""
     pushes: set[TransferId] = field(default_factory=set)
     """Transfers for which the peer was told where to write."""
     _outbox: list[Sendable] = field(default_factory=list)
@@ -126,8 +136,8 @@ class Session:
         """Send ``message`` now, or after the handshake; a lost session answers at once."""
         self.last_used_s = self.clock.monotonic_s()
         if self.state is SessionState.READY:
-            self._send(self._to_message(message), message)
-        elif self.state is SessionState.GREETING:
+            return self._submit_now(message)
+        if self.state is SessionState.GREETING:
             self._outbox.append(message)
         elif not isinstance(message, SendRelease):
             return self._lost_events(message)
@@ -138,6 +148,7 @@ class Session:
         events: list[Event] = []
         for envelope in self.client.receive():
             message = envelope.message
+            self.peer_version = envelope.version
             if envelope.sequence == NOTICE_SEQUENCE and isinstance(message, Notice):
                 events.append(Noticed(message.transfer_id, self.peer, message))
                 continue
@@ -238,8 +249,15 @@ class Session:
             return self.lose(ReceiveOutcome.UNREACHABLE, str(error))
         self.state = SessionState.READY
         outbox, self._outbox = self._outbox, []
-        for message in outbox:
-            self._send(self._to_message(message), message)
+        return [event for effect in outbox for event in self._submit_now(effect)]
+
+    def _submit_now(self, effect: Sendable) -> list[Event]:
+        if isinstance(effect, SendAcquireHistory) and self.peer_version < HISTORY_VERSION:
+            # It would drop what it does not know, and be taken for dead.
+            detail = f"the holder speaks protocol version {self.peer_version}, without read-back"
+            refusal = Declined(DeclineReason.INCOMPATIBLE, detail, "protocol_version")
+            return [AcquireAnswered(effect.transfer_id, self.clock.monotonic_s(), refusal)]
+        self._send(self._to_message(effect), effect)
         return []
 
     def _to_message(self, effect: Sendable) -> Request:
@@ -255,6 +273,17 @@ class Session:
                     digest=effect.digest,
                     duration_s=effect.duration_s,
                     first_block=effect.first_block,
+                    want_block_digests=self.want_block_digests,
+                )
+            case SendAcquireHistory():
+                return AcquireHistory(
+                    instance_id=self.hello.instance_id,
+                    epoch=self.hello.epoch,
+                    holder_epoch=epoch,
+                    transfer_id=effect.transfer_id,
+                    block_hashes=effect.block_hashes,
+                    min_blocks=effect.min_blocks,
+                    duration_s=effect.duration_s,
                     want_block_digests=self.want_block_digests,
                 )
             case SendRegister():
@@ -286,7 +315,7 @@ def _answered(effect: Sendable, sent_s: float, reply: Message) -> Event | None:
     """Return the event for an answer of the right kind."""
     transfer_id = effect.transfer_id
     match effect, reply:
-        case SendAcquire(), Granted() | Declined():
+        case SendAcquire() | SendAcquireHistory(), Granted() | Declined():
             return AcquireAnswered(transfer_id, sent_s, reply)
         case SendRegister(), Registered() | Declined():
             return RegisterAnswered(transfer_id, reply)

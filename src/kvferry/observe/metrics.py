@@ -136,6 +136,14 @@ class ExchangeMetrics:
             registry=registry,
         )
 
+        self.history_leases = Counter(
+            "kvferry_history_leases",
+            "Leases of peers that read a conversation back from here "
+            "(outcome: read, expired, cancelled, failed, not_needed, replaced)",
+            ["outcome"],
+            registry=registry,
+        )
+
     def _declare_control(self, registry: CollectorRegistry) -> None:
         self.control_malformed = Counter(
             "kvferry_control_malformed",

@@ -8,12 +8,18 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.effects import SendAcquire, SendRegister, SendRelease, SendRenew
+from kvferry.connector.effects import (
+    SendAcquire,
+    SendAcquireHistory,
+    SendRegister,
+    SendRelease,
+    SendRenew,
+)
 from kvferry.connector.events import AcquireAnswered, PeerLost, PeerQuiet
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.sessions import Session, SessionState
 from kvferry.errors import PeerUnreachableError
-from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId
+from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId
 from kvferry.protocol.messages import (
     Acquire,
     Declined,
@@ -26,7 +32,7 @@ from kvferry.protocol.messages import (
     ReleaseOutcome,
     Request,
 )
-from kvferry.protocol.version import PROTOCOL_VERSION
+from kvferry.protocol.version import HISTORY_VERSION, PROTOCOL_VERSION
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import MemoryRegion, address_of
 from kvferry.transport.link import TrackedLink
@@ -48,6 +54,7 @@ class ScriptedChannel:
         self.sent: list[Request] = []
         self.replies: list[Envelope] = []
         self.is_full = False
+        self.version = PROTOCOL_VERSION
 
     def send(self, message: Request) -> int | None:
         if self.is_full:
@@ -63,7 +70,7 @@ class ScriptedChannel:
         """Nothing to close."""
 
     def reply(self, sequence: int, message: Message) -> None:
-        self.replies.append(Envelope(PROTOCOL_VERSION, sequence, message))
+        self.replies.append(Envelope(self.version, sequence, message))
 
 
 @dataclasses.dataclass
@@ -104,6 +111,28 @@ def setup() -> Setup:
 
 def lost(outcome: ReceiveOutcome, detail: str) -> list[object]:
     return [PeerLost(TRANSFER, outcome, detail)]
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_holder_of_an_older_version_is_not_asked_for_a_history(
+    setup: Setup, *, is_ready: bool
+) -> None:
+    history = SendAcquireHistory(PEER, TRANSFER, (BlockHash(b"h" * 32),), 1, 5.0)
+    setup.channel.version = HISTORY_VERSION - 1
+    if is_ready:
+        setup.make_ready()
+        events = setup.session.submit(history)
+    else:
+        setup.session.greet()
+        assert setup.session.submit(history) == []
+        setup.channel.reply(1, setup.hello_reply())
+        events = setup.session.receive()
+    (event,) = events
+    assert isinstance(event, AcquireAnswered)
+    assert isinstance(event.reply, Declined)
+    assert event.reply.reason is DeclineReason.INCOMPATIBLE
+    assert len(setup.channel.sent) == 1  # it would be taken for dead over what it does not know
+    assert setup.session.submit(ACQUIRE) == []
 
 
 def test_messages_wait_for_the_handshake_and_keep_their_order(setup: Setup) -> None:
