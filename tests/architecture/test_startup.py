@@ -10,7 +10,7 @@ import sys
 import pytest
 
 MAX_CPU_S = 0.5
-HEAVY = {"torch", "transformers", "numpy", "nixl", "zmq"}
+HEAVY = {"torch", "transformers", "numpy", "nixl", "zmq", "matplotlib"}
 
 _SHOW_MODULES = """
 import json, sys
@@ -29,6 +29,7 @@ print("MODULES " + json.dumps([code, names]))
         ["demo", "--help"],
         ["bench", "--help"],
         ["bench", "handoff", "--help"],
+        ["bench", "turns", "--help"],
         ["engine", "serve", "--help"],
         ["router", "--help"],
     ],

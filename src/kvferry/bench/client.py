@@ -14,11 +14,13 @@ import msgspec
 
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
+from kvferry.protocol.prefill_report import PrefillReport
 
 _END = b"[DONE]"
 _MAX_ERROR_CHARS = 500
 MODE_HEADER = "X-KVFerry-Mode"
 """Tells a router how the KV of this one request moves."""
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class KvReport(msgspec.Struct, frozen=True):
@@ -38,6 +40,8 @@ class KvReport(msgspec.Struct, frozen=True):
     """How the KV was to come from a peer, ``pull`` or ``push``; empty if it was not."""
     receive_outcome: str = ""
     num_preemptions: int = 0
+    prefill: PrefillReport | None = None
+    """What prefill says of its own part; None where another instance did not hand over."""
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -56,10 +60,19 @@ class _Error(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class _PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Chunk(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
     error: _Error | None = None
     kv_report: KvReport | None = None
+    usage: _Usage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +88,8 @@ class StreamedAnswer:
     finish_reason: str
     ended_s: float
     report: KvReport | None
+    num_usage_cached_tokens: int | None = None
+    """``cached_tokens`` of the usage, where one came."""
 
     @property
     def ttft_s(self) -> float:
@@ -103,6 +118,7 @@ class _Collector:
         self.texts: list[str] = []
         self.finish_reason = ""
         self.report: KvReport | None = None
+        self.num_usage_cached_tokens: int | None = None
 
     def add(self, data: bytes, now_s: float) -> None:
         try:
@@ -112,6 +128,8 @@ class _Collector:
         if chunk.error is not None:
             raise MeasurementError(f"{self._url} ended with an error: {chunk.error.message}")
         self.report = chunk.kv_report or self.report
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            self.num_usage_cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         for choice in chunk.choices:
             self._add_choice(choice, now_s)
 
@@ -123,6 +141,19 @@ class _Collector:
         self.texts.append(choice.text or (choice.delta.content if choice.delta else None) or "")
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.report = choice.kv_report or self.report
+
+    def answer(self, sent_s: float, first_byte_s: float, ended_s: float) -> StreamedAnswer:
+        return StreamedAnswer(
+            sent_s=sent_s,
+            first_byte_s=first_byte_s,
+            token_ids=tuple(self.token_ids),
+            token_times_s=tuple(self.times_s),
+            text="".join(self.texts),
+            finish_reason=self.finish_reason,
+            ended_s=ended_s,
+            report=self.report,
+            num_usage_cached_tokens=self.num_usage_cached_tokens,
+        )
 
 
 class CompletionClient:
@@ -138,22 +169,23 @@ class CompletionClient:
         body: Mapping[str, object],
         *,
         mode: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
         on_token: Callable[[float], None] = lambda now_s: None,
     ) -> StreamedAnswer:
         """POST ``body`` to ``url`` and return the streamed answer, token ids and report included.
 
-        ``mode`` is asked of a router; ``on_token`` hears the time of each token as it comes.
-        Raises ``MeasurementError`` if the answer is an error, is malformed, ends early or has no
-        token ids.
+        ``mode`` is asked of a router, by a header beside ``headers``; ``on_token`` hears the time
+        of each token as it comes. Raises ``MeasurementError`` if the answer is an error, is
+        malformed, ends early or has no token ids.
         """
         payload = {**body, "stream": True, "return_token_ids": True, "kv_report": True}
-        encoded, headers = msgspec.json.encode(payload), _headers(mode)
+        encoded, sent = msgspec.json.encode(payload), _headers(mode, headers)
         collector = _Collector(url, on_token)
         first_byte_s: float | None = None
         is_complete = False
         sent_s = self._clock.monotonic_s()
         try:
-            async with self._session.post(url, data=encoded, headers=headers) as response:
+            async with self._session.post(url, data=encoded, headers=sent) as response:
                 await _require_success(url, response)
                 async for data, now_s in self._events(response):
                     first_byte_s = first_byte_s or now_s
@@ -168,16 +200,15 @@ class CompletionClient:
                 f"{url}: the stream ended after {len(collector.token_ids)} tokens"
                 + ("" if is_complete else " without its end mark")
             )
-        return StreamedAnswer(
-            sent_s=sent_s,
-            first_byte_s=first_byte_s,
-            token_ids=tuple(collector.token_ids),
-            token_times_s=tuple(collector.times_s),
-            text="".join(collector.texts),
-            finish_reason=collector.finish_reason,
-            ended_s=self._clock.monotonic_s(),
-            report=collector.report,
-        )
+        return collector.answer(sent_s, first_byte_s, self._clock.monotonic_s())
+
+    async def post_nothing(self, url: str) -> None:
+        """POST an empty body to ``url``. Raises ``MeasurementError`` if the answer is no 200."""
+        try:
+            async with self._session.post(url) as response:
+                await _require_success(url, response)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[tuple[bytes, float]]:
         """Yield the data of each server-sent event and the time at which it was complete."""
@@ -193,8 +224,8 @@ class CompletionClient:
                     yield b"\n".join(data), now_s
 
 
-def _headers(mode: str | None) -> dict[str, str]:
-    headers = {"Content-Type": "application/json"}
+def _headers(mode: str | None, further: Mapping[str, str]) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", **further}
     return headers if mode is None else {**headers, MODE_HEADER: mode}
 
 

@@ -6,13 +6,16 @@ from kvferry.cli.lazy_group import LazyCommand, LazyGroup
 
 bench = LazyGroup(
     name="bench",
-    help_text="""Measure handoffs, the engine, transfers.
+    help_text="""Measure handoffs, turns, the engine, transfers.
 
     Arms are interleaved and medians shown with their spread; --json keeps every sample.
     """,
     lazy={
         "handoff": LazyCommand(
             "kvferry.cli.bench_handoff", "handoff", "What a handoff adds to a request."
+        ),
+        "turns": LazyCommand(
+            "kvferry.cli.bench_turns", "turns", "A conversation's turns, with and without reuse."
         ),
         "engine": LazyCommand(
             "kvferry.cli.bench_engine", "engine", "The engine against plain transformers."

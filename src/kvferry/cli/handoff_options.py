@@ -10,27 +10,11 @@ import click
 
 from kvferry.bench.background import BackgroundPlan
 from kvferry.bench.handoff import DEFAULT_ARMS, Arm, HandoffPlan, Targets
+from kvferry.cli.arm_names import ArmNames
 from kvferry.cli.token_counts import TokenCounts
 from kvferry.cluster.topology import Topology
 
 _Command = Callable[..., None]
-
-
-class ArmNames(click.ParamType[tuple[Arm, ...]]):
-    """Names of arms, separated by commas."""
-
-    name = "ARM,ARM…"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Arm, ...]:
-        """Return the arms; refuses an unknown name as wrong usage."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(Arm(part.strip()) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of {', '.join(Arm)}", param, ctx)
 
 
 _TARGET_OPTIONS = (
@@ -41,7 +25,7 @@ _TARGET_OPTIONS = (
 _PLAN_OPTIONS = (
     click.option(
         "--arms",
-        type=ArmNames(),
+        type=ArmNames(Arm),
         default=",".join(DEFAULT_ARMS),
         show_default=True,
         help=f"Which of {', '.join(Arm)} to interleave.",

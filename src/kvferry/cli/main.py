@@ -44,7 +44,7 @@ def build_command() -> click.Group:
             "demo": at("demo", "demo", "Start them, chat through them, check the tokens, stop."),
             "engine": at("engine", "engine", "Run one instance."),
             "router": at("router", "router", "Run the router in front of running instances."),
-            "bench": at("bench", "bench", "Measure handoffs, the engine, transfers."),
+            "bench": at("bench", "bench", "Measure handoffs, turns, the engine, transfers."),
             "version": at("version", "version", "Show the versions of kvferry and what it uses."),
         },
     )

@@ -76,6 +76,22 @@ async def test_mode_is_asked_by_header_and_tokens_are_told_as_they_come(
     assert tuple(told_s) == got.token_times_s
 
 
+async def test_prefill_s_part_and_the_usage_are_kept(
+    serve_answer: ServeAnswer, client: CompletionClient
+) -> None:
+    report = {"prefill": {"num_read_back_tokens": 640, "read_back_outcome": "received", "new": 1}}
+    details = {"prompt_tokens_details": {"cached_tokens": 640}}
+    ended = _token(5) | {"kv_report": report}
+    url = await serve_answer(lambda body: [ended, {"choices": [], "usage": details}, _DONE])
+    got = await client.stream(f"{url}/v1/completions", {})
+    assert got.report is not None
+    assert got.report.prefill is not None
+    assert got.report.prefill.num_read_back_tokens == 640
+    assert got.num_usage_cached_tokens == 640
+    url = await serve_answer(lambda body: [_token(5), _DONE])
+    assert (await client.stream(f"{url}/v1/completions", {})).num_usage_cached_tokens is None
+
+
 async def test_chat_deltas_are_text(serve_answer: ServeAnswer, client: CompletionClient) -> None:
     event = {"choices": [{"delta": {"content": "hi"}, "token_ids": [1]}]}
     url = await serve_answer(lambda body: [event, _DONE])

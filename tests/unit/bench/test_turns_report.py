@@ -1,0 +1,142 @@
+"""Turns are compared in pairs, by history; table, record and curves show the same figures."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from kvferry.bench.turns import TurnSample
+from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.turns_report import (
+    check_answers,
+    compare_turns,
+    ttft_curves,
+    turns_record,
+    turns_table,
+)
+from tests.unit.bench.turns_deployment import sample_of
+
+_TTFTS_S = {
+    TurnArm.RECOMPUTE: 1.0,
+    TurnArm.WARM: 0.04,
+    TurnArm.READ_BACK: 0.05,
+    TurnArm.READ_BACK_PUSH: 0.06,
+}
+_SAMPLES = [
+    sample_of(arm, turn, ttft_s * turn + repeat / 1000, repeat=repeat)
+    for repeat in range(3)
+    for arm, ttft_s in _TTFTS_S.items()
+    for turn in (1, 2, 3)
+]
+
+
+def _record(samples: list[TurnSample]) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(json.dumps(turns_record(samples, {}, random.Random(1))))
+    return record
+
+
+def test_read_back_is_compared_with_warm_and_recompute_at_every_history() -> None:
+    compared = compare_turns(_SAMPLES, random.Random(1))
+    assert [(c.turn, c.num_history_tokens, c.arm) for c in compared] == [
+        (2, 1000, TurnArm.READ_BACK),
+        (2, 1000, TurnArm.READ_BACK_PUSH),
+        (3, 2000, TurnArm.READ_BACK),
+        (3, 2000, TurnArm.READ_BACK_PUSH),
+    ]
+    first = compared[0]
+    assert first.over_warm is not None
+    assert first.recompute_over is not None
+    assert first.less_warm_s is not None
+    assert first.over_warm.estimate == pytest.approx(0.101 / 0.081)
+    assert first.recompute_over.estimate == pytest.approx(2.001 / 0.101)
+    assert first.less_warm_s.estimate == pytest.approx(0.020)
+    assert first.limit_s == pytest.approx(1.5 * 0.02 + 0.005)
+
+
+def test_what_was_not_run_is_not_compared() -> None:
+    only = [sample for sample in _SAMPLES if sample.arm is TurnArm.READ_BACK]
+    for item in compare_turns(only, random.Random(1)):
+        assert (item.over_warm, item.recompute_over, item.less_warm_s) == (None, None, None)
+    without = [sample for sample in _SAMPLES if not sample.arm.reads_back]
+    assert compare_turns(without, random.Random(1)) == []
+    assert "limit ms" not in turns_table(without, random.Random(1))
+    failed = [
+        sample_of(TurnArm.READ_BACK, 2, 0.1, plain_copy_s=None),
+        sample_of(TurnArm.WARM, 2, 0.1),
+    ]
+    assert compare_turns(failed, random.Random(1))[0].limit_s is None
+
+
+def test_record_is_json_with_every_sample_and_summary() -> None:
+    record = _record(_SAMPLES)
+    assert (record["record"], record["version"]) == ("turns", 1)
+    assert len(record["samples"]) == len(_SAMPLES)
+    keys = [(item["turn"], item["arm"]) for item in record["summaries"]]
+    assert keys == [(turn, arm.value) for turn in (2, 3) for arm in TurnArm]
+    read_back = record["summaries"][2]
+    assert read_back["ttft_s"]["median"] == pytest.approx(0.101)
+    assert read_back["num_read_back_tokens"] == 1000
+    assert (read_back["num_turns_read_back"], read_back["outcomes"]) == (3, {"received": 3})
+    assert record["answers"] == {"num_compared": 27, "different": []}
+    assert len(record["comparisons"]) == 4
+
+
+def test_table_shows_medians_and_comparisons() -> None:
+    lines = turns_table(_SAMPLES, random.Random(1)).splitlines()
+    cells = lines[4].split()
+    assert cells[:7] == ["1000", "100", "read-back", "3", "101.0", "(1.0)", "10.0"]
+    assert cells[8:] == ["0", "1000", "100", "3", "received"]
+    compared = [line for line in lines if line.startswith("1000") and "[" in line]
+    assert len(compared) == 2
+    assert compared[0].split()[2:4] == ["read-back", "1.247"]
+    assert compared[0].split()[-1] == "35.0"
+    assert lines[-1] == "answers: 27 of 27 are the same as the first arm's"
+
+
+def _with_answers(answers: dict[tuple[TurnArm, int], tuple[int, ...]]) -> list[TurnSample]:
+    return [
+        sample_of(arm, turn, 0.1, answer=answers.get((arm, turn), (1,)))
+        for arm in (TurnArm.RECOMPUTE, TurnArm.READ_BACK)
+        for turn in (1, 2, 3)
+    ]
+
+
+def test_answers_are_compared_until_they_differ() -> None:
+    check = check_answers(_with_answers({(TurnArm.READ_BACK, 2): (9,)}))
+    assert check.num_compared == 2
+    assert [(sample.arm, sample.turn) for sample in check.different] == [(TurnArm.READ_BACK, 2)]
+    shown = turns_table(_with_answers({(TurnArm.READ_BACK, 2): (9,)}), random.Random(1))
+    assert shown.splitlines()[-1] == (
+        "answers: 1 of 2 are the same as the first arm's; "
+        "different: read-back at turn 2 with 1000 tokens of history"
+    )
+    assert check_answers(_with_answers({})).num_compared == 3
+    assert check_answers(_with_answers({})[:3]).num_compared == 0
+
+
+def test_curves_are_medians_by_prompt_length() -> None:
+    curves = ttft_curves(_SAMPLES)
+    assert [curve.arm for curve in curves] == list(TurnArm)
+    assert [point.num_prompt_tokens for point in curves[0].points] == [100, 1100, 2100]
+    point = curves[2].points[1]
+    assert (point.p25_s, point.median_s, point.p75_s) == pytest.approx((0.1005, 0.101, 0.1015))
+
+
+def test_failed_read_backs_are_counted_by_outcome() -> None:
+    outcomes = ["gone", "received", "gone"]
+    samples = [
+        sample_of(
+            TurnArm.READ_BACK,
+            2,
+            0.1,
+            repeat=number,
+            outcome=outcome,
+            num_read_back_tokens=1000 if outcome == "received" else 0,
+        )
+        for number, outcome in enumerate(outcomes)
+    ]
+    assert "2 gone, 1 received" in turns_table(samples, random.Random(1))
+    assert _record(samples)["summaries"][0]["num_turns_read_back"] == 1
