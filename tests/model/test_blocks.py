@@ -1,10 +1,6 @@
-"""Pool, leases and quarantine against a model of plain lists, under any order of calls."""
+"""Pool, leases, quarantine and retention against plain lists, under any order of calls."""
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
@@ -23,43 +19,27 @@ from kvferry.blocks.integrity import assert_whole, check_integrity
 from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.quarantine import Quarantine
+from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.errors import CapacityError, LeaseNotFoundError, LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.testing.fake_clock import FakeClock
 
-NUM_BLOCKS = 12
+from .blocks_model import NUM_BLOCKS, ModelPool, ModelRetention
+
 LIMITS = LeaseLimits(max_duration_s=10, max_renewals=1, max_share_per_peer=0.5)
 MAX_LEASED_PER_PEER = 6
 PEERS = st.sampled_from(["one", "two"])
-HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))
-
-
-@dataclass
-class ModelPool:
-    """What the pool should know, in the plainest way."""
-
-    references: Counter[BlockNumber] = field(default_factory=Counter)
-    cached_order: list[BlockNumber] = field(default_factory=list)
-    """Free blocks with a hash, next to be evicted first."""
-    hashes: dict[BlockNumber, BlockHash] = field(default_factory=dict)
-
-    def free(self) -> set[BlockNumber]:
-        return {BlockNumber(n) for n in range(NUM_BLOCKS)} - set(+self.references)
-
-    def take(self, blocks: Sequence[BlockNumber]) -> None:
-        for block in blocks:
-            self.references[block] += 1
-            if block in self.cached_order:
-                self.cached_order.remove(block)
-
-    def drop(self, blocks: Sequence[BlockNumber]) -> None:
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if self.references[block] == 0 and block in self.hashes:
-                self.cached_order.append(block)
-
-    def find(self, block_hash: BlockHash) -> BlockNumber | None:
-        return next((b for b, known in self.hashes.items() if known == block_hash), None)
+RETENTION = RetentionLimits(duration_s=10, max_share=0.5, renews_on_use=True)
+MAX_RETAINED = 6
+HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(12))
+CHAINS = st.sampled_from(
+    [
+        HASHES[:8],
+        HASHES[:2] + HASHES[8:10],
+        HASHES[:1] + HASHES[10:],
+    ]
+)
+"""Three sequences that share their heads."""
 
 
 class BlocksMachine(RuleBasedStateMachine):
@@ -73,7 +53,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.lease_table = LeaseTable(self.pool, self.clock, LIMITS)
         self.quarantine = Quarantine(self.pool, max_share=0.25)
+        self.retention = RetentionTable(self.pool, self.clock, RETENTION)
         self.model = ModelPool()
+        self.retained = ModelRetention(self.model, MAX_RETAINED)
         self.owned: list[tuple[BlockNumber, ...]] = []
         self.live_leases: dict[int, tuple[Lease, float, int]] = {}
         """Lease, end on the clock, renewals."""
@@ -90,34 +72,42 @@ class BlocksMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.pool.allocate(count)
             return multiple()
-        plain = free - set(self.model.cached_order)
-        num_evicted = max(0, count - len(plain))
-        evicted = self.model.cached_order[:num_evicted]
+        order = self.model.cached_order + self.model.retained_order
+        num_evicted = max(0, count - (len(free) - len(order)))
+        evicted = order[:num_evicted]
+        num_before = self.pool.num_retained_evicted
+        num_retained = len(set(evicted) & set(self.model.retained_order))
         blocks = self.pool.allocate(count)
         assert blocks == sorted(set(blocks))
         assert set(blocks) <= free
-        assert set(blocks) & set(self.model.cached_order) == set(evicted)
+        assert set(blocks) & set(order) == set(evicted)
+        assert self.pool.num_retained_evicted == num_before + num_retained
         for block in evicted:
-            del self.model.hashes[block]
+            self._evicted(block)
         return self._own(blocks)
 
-    @rule(target=sequences, start=st.integers(0, 4), count=st.integers(0, 4))
-    def acquire_cached(self, start: int, count: int) -> tuple[BlockNumber, ...]:
-        hashes = HASHES[start : start + count]
-        expected: list[BlockNumber] = []
-        for block_hash in hashes:
-            block = self.model.find(block_hash)
-            if block is None:
-                break
-            expected.append(block)
+    def _evicted(self, block: BlockNumber) -> None:
+        if block in self.model.retained:
+            self.model.retained.remove(block)
+            self.retained.lose(self.model.hashes[block])
+        del self.model.hashes[block]
+
+    @rule(target=sequences, chain=CHAINS, start=st.integers(0, 4), count=st.integers(0, 4))
+    def acquire_cached(
+        self, chain: tuple[BlockHash, ...], start: int, count: int
+    ) -> tuple[BlockNumber, ...]:
+        hashes = chain[start : start + count]
+        expected = self.model.find_leading(hashes)
         assert self.pool.match(hashes) == len(expected)
         assert self.pool.acquire_cached(hashes) == expected
         return self._own(expected)
 
-    @rule(blocks=sequences, start=st.integers(0, 3), count=st.integers(1, 5))
-    def publish(self, blocks: tuple[BlockNumber, ...], start: int, count: int) -> None:
+    @rule(blocks=sequences, chain=CHAINS, start=st.integers(0, 3), count=st.integers(1, 5))
+    def publish(
+        self, blocks: tuple[BlockNumber, ...], chain: tuple[BlockHash, ...], start: int, count: int
+    ) -> None:
         if blocks in self.owned:
-            for block, block_hash in zip(blocks[:count], HASHES[start:], strict=False):
+            for block, block_hash in zip(blocks[:count], chain[start:], strict=False):
                 self._publish(block, block_hash)
 
     def _publish(self, block: BlockNumber, block_hash: BlockHash) -> None:
@@ -140,8 +130,10 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule()
     def clear_cache(self) -> None:
         self.pool.clear_cache()
-        self.model.hashes.clear()
+        for block in list(self.model.hashes):
+            self._evicted(block)
         self.model.cached_order.clear()
+        self.model.retained_order.clear()
 
     @rule(block=st.integers(-2, NUM_BLOCKS + 1).map(BlockNumber))
     def misuse(self, block: BlockNumber) -> None:
@@ -153,6 +145,65 @@ class BlocksMachine(RuleBasedStateMachine):
             with pytest.raises(LocalProtocolError):
                 self.pool.hold([*used, block])
         assert self.pool.dump() == before
+
+    # -- retention ----------------------------------------------------------------------------
+    @rule(
+        target=sequences,
+        chain=CHAINS,
+        length=st.integers(1, 8),
+        duration_s=st.sampled_from([None, 3.0, 20.0, 0.0]),
+        is_dropped_before=st.booleans(),
+    )
+    def finish_turn(
+        self,
+        chain: tuple[BlockHash, ...],
+        length: int,
+        duration_s: float | None,
+        is_dropped_before: bool,
+    ) -> tuple[BlockNumber, ...] | MultipleResults[tuple[BlockNumber, ...]]:
+        """A whole request, so that conversations are long and frequent; its blocks stay or go."""
+        hashes = chain[:length]
+        cached = self._own(self.pool.acquire_cached(hashes))
+        lacking = len(hashes) - len(cached)
+        computed = self._allocate_up_to(lacking)
+        for block, block_hash in zip(computed, hashes[len(cached) :], strict=False):
+            self._publish(block, block_hash)
+        self.owned.remove(cached)
+        self.owned.remove(computed)
+        blocks = (*cached, *computed)
+        self.owned.append(blocks)
+        if is_dropped_before:
+            self.drop(blocks)
+        self.retain(hashes, len(hashes), duration_s)
+        return blocks
+
+    def _allocate_up_to(self, count: int) -> tuple[BlockNumber, ...]:
+        blocks = self.allocate(min(count, len(self.model.free())))
+        assert isinstance(blocks, tuple)
+        return blocks
+
+    @rule(
+        chain=CHAINS, length=st.integers(0, 8), duration_s=st.sampled_from([None, 3.0, 20.0, 0.0])
+    )
+    def retain(self, chain: tuple[BlockHash, ...], length: int, duration_s: float | None) -> None:
+        hashes = chain[:length]
+        lasts_s = RETENTION.duration_s if duration_s is None else min(duration_s, 10.0)
+        expected = self.retained.retain(hashes, self.clock.monotonic_s(), lasts_s)
+        assert self.retention.retain(hashes, duration_s) == expected
+
+    @rule(chain=CHAINS, length=st.integers(0, 8))
+    def use(self, chain: tuple[BlockHash, ...], length: int) -> None:
+        self.retention.renew(chain[:length])
+        self.retained.renew(chain[:length], self.clock.monotonic_s())
+
+    @rule()
+    def expire_retained(self) -> None:
+        assert self.retention.expire() == self.retained.expire(self.clock.monotonic_s())
+
+    @rule()
+    def release_all_retained(self) -> None:
+        self.retention.release_all()
+        self.retained.release_all()
 
     # -- peers --------------------------------------------------------------------------------
     @rule(
@@ -259,6 +310,8 @@ class BlocksMachine(RuleBasedStateMachine):
         state = self.pool.dump()
         assert {n: c for n, c in enumerate(state.references) if c} == dict(+self.model.references)
         assert list(state.free_cached) == self.model.cached_order
+        assert list(state.free_retained) == self.model.retained_order
+        assert state.retained == self.model.retained
         assert dict(state.hash_by_block) == self.model.hashes
         assert self.pool.num_free == len(self.model.free())
         assert self.pool.snapshot().num_cached == len(self.model.hashes)
@@ -275,6 +328,15 @@ class BlocksMachine(RuleBasedStateMachine):
         assert self.quarantine.is_full is (len(kept) >= NUM_BLOCKS // 4)
         assert not (leased | kept) & self.model.free()
 
+    @invariant()
+    def retention_is_as_modelled(self) -> None:
+        assert self.retention.num_blocks == len(self.model.retained) <= MAX_RETAINED
+        conversations = self.retained.conversations
+        assert self.retention.num_conversations == len(conversations)
+        ends_s = [conversation.ends_at_s for conversation in conversations]
+        assert self.retention.next_expiry_s() == min(ends_s, default=None)
+        assert sum(self.retention.ends.values()) + len(conversations) == self.retained.num_begun
+
     def teardown(self) -> None:
         for blocks in self.owned:
             self.pool.drop(blocks)
@@ -282,6 +344,9 @@ class BlocksMachine(RuleBasedStateMachine):
             self.lease_table.release_owner(owner)
             self.quarantine.leave_peer(owner)
         assert_whole(self.pool, self.lease_table, self.quarantine)
+        self.clock.advance(RETENTION.duration_s)
+        self.retention.expire()
+        assert self.pool.num_retained == self.retention.num_conversations == 0
 
     def _own(self, blocks: list[BlockNumber]) -> tuple[BlockNumber, ...]:
         self.model.take(blocks)

@@ -33,6 +33,7 @@ def check_integrity(pool: DumpablePool, *owners: BlockOwner) -> None:
     problems = [
         *_free_problems(state),
         *_hash_problems(state),
+        *_retained_problems(state),
         *_owner_problems(state, owners),
     ]
     _raise_if_any("the block pool contradicts itself", problems)
@@ -57,6 +58,7 @@ def _raise_if_any(what: str, problems: list[str]) -> None:
 def _free_problems(state: PoolState) -> Iterator[str]:
     times_free: Counter[BlockNumber] = Counter(state.free_plain)
     times_free.update(state.free_cached)
+    times_free.update(state.free_retained)
     for number, count in enumerate(state.references):
         block = BlockNumber(number)
         if count < 0:
@@ -85,6 +87,18 @@ def _hash_problems(state: PoolState) -> Iterator[str]:
     for block in state.free_cached:
         if block not in state.hash_by_block:
             yield f"block {block} has no hash but is free as if it had one"
+
+
+def _retained_problems(state: PoolState) -> Iterator[str]:
+    for block in state.retained:
+        if block not in state.hash_by_block:
+            yield f"block {block} is retained but has no hash"
+    for block in state.free_retained:
+        if block not in state.retained:
+            yield f"block {block} is free as if it were retained"
+    for block in (*state.free_plain, *state.free_cached):
+        if block in state.retained:
+            yield f"block {block} is retained but is free as if it were not"
 
 
 def _owner_problems(state: PoolState, owners: tuple[BlockOwner, ...]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import CapacityError, LocalProtocolError
@@ -23,6 +23,10 @@ class PoolSnapshot:
     """Blocks without a reference, cached ones included."""
     num_cached: int
     """Blocks that a hash finds, with or without a reference."""
+    num_retained: int
+    """Of those, the blocks that go last."""
+    num_retained_evicted: int
+    """Retained blocks that ``allocate`` has taken, ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,10 @@ class PoolState:
     references: tuple[int, ...]
     free_plain: tuple[BlockNumber, ...]
     free_cached: tuple[BlockNumber, ...]
-    """In the order of eviction."""
+    """In the order of eviction, as the next."""
+    free_retained: tuple[BlockNumber, ...]
+    retained: frozenset[BlockNumber]
+    """With or without a reference."""
     hash_by_block: Mapping[BlockNumber, BlockHash]
     block_by_hash: Mapping[BlockHash, BlockNumber]
 
@@ -57,21 +64,38 @@ class BlockPool:
         )
         # Free blocks with a hash are evicted from the front: the first freed.
         self._free_cached: OrderedDict[BlockNumber, None] = OrderedDict()
+        # The same, and the last to go.
+        self._free_retained: OrderedDict[BlockNumber, None] = OrderedDict()
+        self._retained: set[BlockNumber] = set()
+        self._num_retained_evicted = 0
+        self._on_retained_lost: Callable[[BlockHash], None] | None = None
         self._hash_by_block: dict[BlockNumber, BlockHash] = {}
         self._block_by_hash: dict[BlockHash, BlockNumber] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks without a reference, cached ones included."""
+        """Blocks without a reference, cached and retained ones included."""
         with self.lock:
-            return len(self._free_plain) + len(self._free_cached)
+            return len(self._free_plain) + len(self._free_cached) + len(self._free_retained)
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks marked as retained, with or without a reference."""
+        with self.lock:
+            return len(self._retained)
+
+    @property
+    def num_retained_evicted(self) -> int:
+        """Retained blocks that ``allocate`` has taken, ever."""
+        with self.lock:
+            return self._num_retained_evicted
 
     def allocate(self, count: int) -> list[BlockNumber]:
         """Take ``count`` free blocks, one reference each; they are no longer found by hash.
 
-        Blocks without a hash go first, then cached ones, least recently freed first. The result is
-        in ascending order, so that neighbours can be moved in one run. Raises ``CapacityError``
-        if fewer are free; then none is taken.
+        Blocks without a hash go first, then cached ones, then retained ones, of both the least
+        recently freed first. The result is in ascending order, so that neighbours can be moved in
+        one run. Raises ``CapacityError`` if fewer are free; then none is taken.
         """
         if count < 0:
             raise LocalProtocolError(f"cannot allocate {count} blocks")
@@ -100,7 +124,7 @@ class BlockPool:
             found = self._find_leading(hashes)
             for block in found:
                 if self._references[block] == 0:
-                    del self._free_cached[block]
+                    del self._free_list(block)[block]
                 self._references[block] += 1
             return found
 
@@ -133,7 +157,7 @@ class BlockPool:
             for block in reversed(blocks):
                 self._references[block] -= 1
                 if self._references[block] == 0:
-                    self._set_free(block)
+                    self._free_list(block)[block] = None
 
     def publish(self, block: BlockNumber, block_hash: BlockHash) -> None:
         """Let ``block`` be found by ``block_hash``, because what fills it has completed.
@@ -153,13 +177,59 @@ class BlockPool:
                 self._block_by_hash[block_hash] = block
                 self._hash_by_block[block] = block_hash
 
-    def clear_cache(self) -> None:
-        """Forget every hash. References stay as they are."""
+    def retain(self, hashes: Sequence[BlockHash]) -> int:
+        """Let the blocks of the leading ``hashes`` that are found go last; return how many.
+
+        A free one counts as freed now, its tail before its head; one in use takes its place among
+        the retained ones when it is freed.
+        """
         with self.lock:
+            found = self._find_leading(hashes)
+            for block in reversed(found):
+                is_free = self._references[block] == 0
+                if is_free:
+                    del self._free_list(block)[block]
+                self._retained.add(block)
+                if is_free:
+                    self._free_retained[block] = None
+            return len(found)
+
+    def stop_retaining(self, hashes: Sequence[BlockHash]) -> None:
+        """Make the blocks that ``hashes`` find ordinary cached ones, the free ones freed now.
+
+        A hash that finds no retained block is ignored.
+        """
+        with self.lock:
+            for block_hash in reversed(hashes):
+                block = self._block_by_hash.get(block_hash)
+                if block is None or block not in self._retained:
+                    continue
+                self._retained.remove(block)
+                if self._references[block] == 0:
+                    del self._free_retained[block]
+                    self._free_cached[block] = None
+
+    def tell_retained_lost(self, listener: Callable[[BlockHash], None]) -> None:
+        """Call ``listener`` with the hash of each retained block that is evicted or forgotten.
+
+        It is called under ``lock`` and must not raise. Raises ``LocalProtocolError`` for a second
+        listener.
+        """
+        with self.lock:
+            if self._on_retained_lost is not None:
+                raise LocalProtocolError("a pool has one listener for lost retained blocks")
+            self._on_retained_lost = listener
+
+    def clear_cache(self) -> None:
+        """Forget every hash, and what was retained. References stay as they are."""
+        with self.lock:
+            for block in list(self._retained):
+                self._lose_retained(block)
             self._block_by_hash.clear()
             self._hash_by_block.clear()
-            while self._free_cached:
-                self._free_plain[self._free_cached.popitem()[0]] = None
+            for free in (self._free_cached, self._free_retained):
+                while free:
+                    self._free_plain[free.popitem()[0]] = None
 
     def hash_of(self, block: BlockNumber) -> BlockHash | None:
         """Return the hash by which ``block`` is found, if there is one."""
@@ -177,7 +247,13 @@ class BlockPool:
     def snapshot(self) -> PoolSnapshot:
         """Return counts for metrics and tests."""
         with self.lock:
-            return PoolSnapshot(self.num_blocks, self.num_free, len(self._block_by_hash))
+            return PoolSnapshot(
+                num_blocks=self.num_blocks,
+                num_free=self.num_free,
+                num_cached=len(self._block_by_hash),
+                num_retained=len(self._retained),
+                num_retained_evicted=self._num_retained_evicted,
+            )
 
     def dump(self) -> PoolState:
         """Return a copy of everything; O(``num_blocks``), for ``check_integrity``."""
@@ -186,6 +262,8 @@ class BlockPool:
                 references=tuple(self._references),
                 free_plain=tuple(self._free_plain),
                 free_cached=tuple(self._free_cached),
+                free_retained=tuple(self._free_retained),
+                retained=frozenset(self._retained),
                 hash_by_block=dict(self._hash_by_block),
                 block_by_hash=dict(self._block_by_hash),
             )
@@ -200,12 +278,22 @@ class BlockPool:
         return found
 
     def _evict(self) -> BlockNumber:
-        block, _ = self._free_cached.popitem(last=False)
+        if self._free_cached:
+            block, _ = self._free_cached.popitem(last=False)
+        else:
+            block, _ = self._free_retained.popitem(last=False)
+            self._lose_retained(block)
+            self._num_retained_evicted += 1
         del self._block_by_hash[self._hash_by_block.pop(block)]
         return block
 
-    def _set_free(self, block: BlockNumber) -> None:
-        if block in self._hash_by_block:
-            self._free_cached[block] = None
-        else:
-            self._free_plain[block] = None
+    def _lose_retained(self, block: BlockNumber) -> None:
+        self._retained.remove(block)
+        if self._on_retained_lost is not None:
+            self._on_retained_lost(self._hash_by_block[block])
+
+    def _free_list(self, block: BlockNumber) -> OrderedDict[BlockNumber, None]:
+        """Where ``block`` is while it is free."""
+        if block in self._retained:
+            return self._free_retained
+        return self._free_cached if block in self._hash_by_block else self._free_plain

@@ -17,9 +17,12 @@ SOUND = PoolState(
     references=(0, 0, 1, 2),
     free_plain=(ZERO,),
     free_cached=(ONE,),
+    free_retained=(),
+    retained=frozenset({TWO}),
     hash_by_block={ONE: HASH_A, TWO: HASH_B},
     block_by_hash={HASH_A: ONE, HASH_B: TWO},
 )
+FREE_RETAINED = replace(SOUND, free_cached=(), free_retained=(ONE,), retained=frozenset({ONE}))
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Owner:
 
 def test_a_sound_state_passes() -> None:
     check_integrity(Dump(SOUND), Owner({TWO: 1}), Owner({THREE: 2}))
+    check_integrity(Dump(FREE_RETAINED))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,12 @@ def test_a_sound_state_passes() -> None:
             replace(SOUND, block_by_hash={HASH_A: TWO, HASH_B: TWO}),
             "finds block 2, which does not carry it",
         ),
+        (replace(FREE_RETAINED, retained=frozenset()), "block 1 is free as if it were retained"),
+        (replace(SOUND, retained=frozenset({ONE})), "block 1 is retained but is free as if it"),
+        (replace(SOUND, retained=frozenset({ZERO})), "block 0 is retained but has no hash"),
+        (replace(SOUND, retained=frozenset({THREE})), "block 3 is retained but has no hash"),
+        (replace(FREE_RETAINED, free_cached=(ONE,)), "block 1 is free 2 times"),
+        (replace(FREE_RETAINED, free_retained=()), "block 1 is lost"),
     ],
 )
 def test_each_contradiction_is_named(broken: PoolState, message: str) -> None:
@@ -74,7 +84,7 @@ def test_leases_and_quarantine_need_the_references_they_took() -> None:
 
 
 def test_many_contradictions_are_counted_not_listed() -> None:
-    lost = PoolState((0,) * 20, (), (), {}, {})
+    lost = PoolState((0,) * 20, (), (), (), frozenset(), {}, {})
     with pytest.raises(LocalProtocolError, match=r"\(and 12 more\)"):
         check_integrity(Dump(lost))
 

@@ -157,7 +157,9 @@ def test_publishing_twice_is_harmless() -> None:
     pool = BlockPool(1)
     blocks = fill(pool, "a")
     pool.publish(blocks[0], hashes("a")[0])
-    assert pool.snapshot() == PoolSnapshot(num_blocks=1, num_free=0, num_cached=1)
+    assert pool.snapshot() == PoolSnapshot(
+        1, 0, num_cached=1, num_retained=0, num_retained_evicted=0
+    )
 
 
 def test_publishing_a_block_under_another_hash_is_refused() -> None:
@@ -182,7 +184,9 @@ def test_clear_cache_forgets_hashes_but_no_reference() -> None:
     pool.drop(fill(pool, "c", "d"))
     pool.clear_cache()
     assert [pool.match(hashes(name)) for name in "abcd"] == [0, 0, 0, 0]
-    assert pool.snapshot() == PoolSnapshot(num_blocks=4, num_free=2, num_cached=0)
+    assert pool.snapshot() == PoolSnapshot(
+        4, 2, num_cached=0, num_retained=0, num_retained_evicted=0
+    )
     pool.drop(used)
     assert_whole(pool)
 
