@@ -19,18 +19,19 @@ from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import ExchangeMemory, create_exchange
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.core import Forward
 from kvferry.engine.forward import ModelForward
 from kvferry.engine.model import load_model
 from kvferry.engine.paged_cache import PagedCache
+from kvferry.engine.plan import Chunk
 from kvferry.engine.request import EngineRequest, RequestReport, SamplingParams
 from kvferry.engine.runner import Engine
 from kvferry.engine.sampler import Scores
-from kvferry.engine.scheduler import Chunk
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
 from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE
-from kvferry.transport.base import MemoryRegion
+from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
 from tests.unit.engine.rig import Answer
 
@@ -41,8 +42,8 @@ CHUNK_TOKENS = 32
 class GatedForward:
     """A forward that a test lets through step by step; open at first."""
 
-    def __init__(self, forward: ModelForward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
         self._changed = threading.Condition()
         self._num_allowed: float = float("inf")
         self.num_done = 0
@@ -51,7 +52,7 @@ class GatedForward:
         with self._changed:
             assert self._changed.wait_for(lambda: self._num_allowed >= 1, WAIT_S)
             self._num_allowed -= 1
-        scores = list(self._forward(chunks))
+        scores = list(self.forward(chunks))
         with self._changed:
             self.num_done += 1
             self._changed.notify_all()
@@ -79,6 +80,7 @@ class Side:
         folder: Path,
         *,
         exchange: dict[str, Any] | None = None,
+        transport: Transport | None = None,
         **options: Any,  # noqa: ANN401 - EngineConfig's
     ) -> None:
         defaults = {
@@ -92,7 +94,7 @@ class Side:
         shape = model.cache_shape(config.block_size_tokens)
         num_blocks = config.pool_num_blocks(shape.block_bytes)
         self.block_bytes = shape.block_bytes
-        self.transport = create_transport("shm")
+        self.transport = transport or create_transport("shm")
         view = self.transport.allocate(num_blocks * shape.block_bytes)
         self.memory = np.frombuffer(view, dtype=np.uint8)
         cache = PagedCache(shape, view)
@@ -120,6 +122,8 @@ class Side:
         self,
         prompt: Sequence[int],
         transfer: KvTransferParams | None = None,
+        *,
+        salt: str = "",
         **sampling: Any,  # noqa: ANN401 - SamplingParams'
     ) -> Answer:
         self._num_requests += 1
@@ -129,6 +133,8 @@ class Side:
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling}),
             transfer=transfer,
+            cache_salt=salt,
+            wants_report=True,
         )
         self.engine.submit(request, answer)
         return answer

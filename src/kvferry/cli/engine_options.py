@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 
+
+class TokensOrAuto(click.ParamType[int | None]):
+    """A number of tokens, or ``auto``, which is None."""
+
+    name = "N|auto"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """Return the number, or None for ``auto``."""
+        if value == "auto":
+            return None
+        if not value.isdecimal():
+            self.fail(f"{value!r} is neither a number of tokens nor auto", param, ctx)
+        return int(value)
+
+
 # The destination of each option is the name of the configuration's field.
 _ENGINE_OPTIONS = (
     click.option(
@@ -78,9 +95,10 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--recompute-threshold-tokens",
-        type=click.IntRange(0),
-        default=64,
-        help="Fewer missing prompt tokens than this are computed, not moved.",
+        type=TokensOrAuto(),
+        default="64",
+        help="Fewer missing prompt tokens than this are computed, not moved; auto: what costs "
+        "less, by what moving and computing have cost in the last minute.",
     ),
 )
 
@@ -117,6 +135,25 @@ _EXCHANGE_OPTIONS = (
         type=float,
         default=10.0,
         help="How long KV may take to come; then the prompt is computed here.",
+    ),
+    click.option(
+        "--read-back-timeout-s",
+        "history_timeout_s",
+        type=float,
+        default=5.0,
+        help="How long a conversation's KV may take to be read back; then it is computed.",
+    ),
+    click.option(
+        "--prefill-timeout-s",
+        type=float,
+        default=300.0,
+        help="Push: how long decode waits for prefill to complete; then it computes the prompt.",
+    ),
+    click.option(
+        "--max-registered-share",
+        type=float,
+        default=0.25,
+        help="Push: share of the pool that may wait for prefills that have not begun.",
     ),
     click.option(
         "--max-held-share",

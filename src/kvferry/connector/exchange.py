@@ -128,6 +128,12 @@ class Exchange:
     def contact(self, peer: PeerAddress) -> None:
         """See ``ConnectorPort``."""
         self._check_address(peer.control_address)
+        if peer.instance_id == self.address.instance_id:
+            raise RequestError(
+                f"{peer.instance_id} is this instance itself",
+                param="kv_transfer_params.history",
+                code="invalid_value",
+            )
         self._mover.submit([ContactPeer(peer)])
 
     def read_history(

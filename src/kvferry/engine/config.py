@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.blocks.retention import RetentionLimits
 from kvferry.errors import ConfigError
 
 DEFAULT_KV_CACHE_BYTES = 512 * 1024 * 1024
@@ -31,9 +32,16 @@ class EngineConfig:
     device: str = "cpu"
     max_model_len: int | None = None
     """Most tokens of prompt and answer; None takes the model's context."""
-    recompute_threshold_tokens: int = 64
-    """Fewer missing prompt tokens than this are computed, not received."""
+    recompute_threshold_tokens: int | None = 64
+    """Fewer missing prompt tokens than this are computed, not moved; None: what costs less, by
+    what moving and computing have cost lately."""
     prefix_caching: bool = True
+    retention_s: float = 480.0
+    """How long prompt and answer are kept for a later turn, as the last to go; 0 is off."""
+    max_retained_share: float = 0.5
+    """Share of the pool, above 0 and at most 1, that may be retained."""
+    retention_renews: bool = False
+    """Whether a later use starts the time again."""
     num_threads: int | None = None
     """Threads of the tensor library; None leaves its own choice."""
     prepack_linears: bool = True
@@ -46,7 +54,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _require_positive(name, value)
-        if self.recompute_threshold_tokens < 0:
+        if self.recompute_threshold_tokens is not None and self.recompute_threshold_tokens < 0:
             raise ConfigError(
                 "recompute_threshold_tokens must be 0 or more, "
                 f"not {self.recompute_threshold_tokens}"
@@ -56,8 +64,13 @@ class EngineConfig:
                 f"prefill_chunk_tokens ({self.prefill_chunk_tokens}) must be at least "
                 f"max_num_sequences ({self.max_num_sequences}), so that all can decode at once"
             )
+        self.retention_limits()
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    def retention_limits(self) -> RetentionLimits:
+        """Return the options of retention. Raises ``ConfigError`` for one that cannot work."""
+        return RetentionLimits(self.retention_s, self.max_retained_share, self.retention_renews)
 
     def pool_num_blocks(self, block_bytes: int) -> int:
         """Return how many blocks of ``block_bytes`` the pool has.

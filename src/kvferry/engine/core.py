@@ -13,20 +13,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.blocks.pool import BlockPool
+from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveOutcome, ReceiveResult
+from kvferry.engine.choice import choose_token, finish_reason
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.handoff import HandoffSender
 from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.engine.plan import Chunk, StepPlan
 from kvferry.engine.receiving import Receives
-from kvferry.engine.request import FinishReason, SamplingParams, TokenOutput
-from kvferry.engine.sampler import SamplingPoint, Scores, sample_token, token_logprob
-from kvferry.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvferry.engine.request import FinishReason, TokenOutput
+from kvferry.engine.sampler import Scores
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.threshold import make_threshold
 from kvferry.errors import FerryError
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
 
 logger = logging.getLogger(__name__)
+
+
+_RETAINED_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 
 
 class Forward(Protocol):
@@ -71,6 +78,7 @@ class EngineCore:
         vocabulary_size: int,
         *,
         connector: ConnectorPort | None,
+        retention: RetentionTable,
         clock: Clock,
     ) -> None:
         self._forward = forward
@@ -79,7 +87,10 @@ class EngineCore:
         make_room = connector.give_up_oldest if connector is not None else lambda num_blocks: 0
         self._receives = Receives(connector)
         self._sender = HandoffSender(connector)
-        self.scheduler = Scheduler(pool, config, make_room, self._receives)
+        self._block_size_tokens = config.block_size_tokens
+        self._threshold = make_threshold(config.recompute_threshold_tokens, clock)
+        self._retention = retention
+        self.scheduler = Scheduler(pool, config, make_room, self._receives, self._threshold)
         self._by_request: dict[RequestId, LiveRequest] = {}
         self.counters = EngineCounters()
         self.on_finished: Callable[[RequestId], None] = lambda request_id: None
@@ -114,18 +125,24 @@ class EngineCore:
     def step(self) -> StepOutcome:
         """Take in what was received, plan, compute, publish, answer."""
         self._take_arrivals()
+        self._retention.expire()
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
         self._receives.follow(plan)
         self._begin_sends(plan)
         if not plan.chunks:
             return StepOutcome.SHORT_OF_BLOCKS if plan.is_short_of_blocks else StepOutcome.IDLE
+        started_s = self._clock.monotonic_s()
+        for chunk in plan.chunks:
+            if chunk.request.first_forward_s is None:
+                chunk.request.first_forward_s = started_s
         try:
             logits = self._forward(plan.chunks)
         except Exception as error:  # noqa: BLE001 - whatever it was, its requests must end
             self._fail_step(plan, error)
             return StepOutcome.WORKED
         ended_s = self._clock.monotonic_s()
+        self._note_cost(plan, ended_s - started_s)
         self.counters.num_steps += 1
         self.counters.num_computed_tokens += sum(chunk.count for chunk in plan.chunks)
         self.scheduler.note_step_done(plan.chunks)
@@ -137,6 +154,11 @@ class EngineCore:
                 self._answer(request, scores, ended_s)
         return StepOutcome.WORKED
 
+    def _note_cost(self, plan: StepPlan, seconds: float) -> None:
+        """A step that only computes prompts shows what a prompt's token costs."""
+        if all(chunk.count > 1 for chunk in plan.chunks):
+            self._threshold.note_computed(sum(chunk.count for chunk in plan.chunks), seconds)
+
     # -- receiving ----------------------------------------------------------------------------
 
     def _take_arrivals(self) -> None:
@@ -145,7 +167,10 @@ class EngineCore:
         for request, end in tokens:
             self._note_first_token(request, end)
         for request, result in results:
-            self._note_result(request, result)
+            if request.history_id is not None:
+                self._note_history(request, result)
+            else:
+                self._note_result(request, result)
         for request in self._sender.take_stopped():
             self._finish(request, FinishReason.NOT_NEEDED)
 
@@ -161,6 +186,7 @@ class EngineCore:
             return
         request.seed = end.first_token.seed
         request.prefill_end_s = end.ended_s
+        request.prefill = end.report
         request.first_token_s = self._clock.monotonic_s()
         request.token_ids.append(token_id)
         self._send_token(request, end.first_token.logprob)
@@ -176,9 +202,30 @@ class EngineCore:
         request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
         request.num_received_bytes = result.num_bytes
         request.num_received_tokens = request.num_prompt_tokens - request.num_cached_tokens
+        self._threshold.note_moved(
+            request.peer_id, request.num_received_tokens, result.finished_s - result.started_s
+        )
         # Without a handed-over token, the last prompt token is computed again for its logits.
         num_usable = min(request.num_prompt_tokens, len(request.token_ids) - 1)
         self.scheduler.note_received(request, num_usable)
+
+    def _note_history(self, request: LiveRequest, result: ReceiveResult) -> None:
+        """A read-back has ended: what did not come is computed."""
+        request.read_back_outcome = result.outcome.value
+        request.read_back_s = max(0.0, result.finished_s - result.started_s)
+        holder = request.history
+        self._receives.end(request)
+        if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:
+            request.num_read_back_tokens = result.num_blocks * self._block_size_tokens
+            request.num_read_back_bytes = result.num_bytes
+            request.transport = result.transport
+            self._threshold.note_moved(
+                holder.instance_id, request.num_read_back_tokens, request.read_back_s
+            )
+        else:
+            request_id = request.request.request_id
+            logger.info("read-back of %s: %s %s", request_id, result.outcome, result.detail)
+        self.scheduler.note_history_ended(request, result.num_blocks)
 
     def _note_failure(self, request: LiveRequest, detail: str) -> None:
         request_id, outcome = request.request.request_id, request.receive_outcome
@@ -266,8 +313,19 @@ class EngineCore:
         self._receives.end(request)
         if handoff is None:
             self._sender.give_up(request)
+        self._retain(request, reason)
         self.scheduler.remove(request)
         self._send_last(request, reason, token_id, logprob, handoff, error)
+
+    def _retain(self, request: LiveRequest, reason: FinishReason) -> None:
+        """Keep prompt and answer for the conversation's next turn, where this instance answered.
+
+        Also of an answer that was cut off, by a stop string or by its client: the next turn often
+        begins with what there was of it.
+        """
+        if request.is_prefill or request.num_output_tokens == 0 or reason not in _RETAINED_ENDS:
+            return
+        self._retention.retain(self.scheduler.publish_all(request), request.retention_s)
 
     def _send_last(  # noqa: PLR0913 - the output's optional fields
         self,
@@ -310,28 +368,3 @@ class EngineCore:
         for chunk in plan.chunks:
             message = f"the engine failed while it computed this request: {error}; try it again"
             self._finish(chunk.request, FinishReason.ERROR, error=message)
-
-
-def choose_token(request: LiveRequest, scores: Scores) -> tuple[int, TokenLogprob | None]:
-    """Return the next token of ``request``, and its log probability where asked for."""
-    params: SamplingParams = request.request.sampling
-    too_early = request.num_output_tokens < params.min_tokens
-    point = SamplingPoint(
-        seed=request.seed,
-        prompt_token_ids=request.request.prompt_token_ids,
-        output_token_ids=request.token_ids[request.num_prompt_tokens :],
-        suppressed_token_ids=request.stop_token_ids if too_early else (),
-    )
-    token_id = sample_token(scores, params, point)
-    if params.logprobs is None:
-        return token_id, None
-    return token_id, token_logprob(scores, token_id, params.logprobs)
-
-
-def finish_reason(request: LiveRequest) -> FinishReason | None:
-    """Return why ``request`` ends with its last token, if it does."""
-    if request.token_ids[-1] in request.stop_token_ids:
-        return FinishReason.STOP
-    if len(request.token_ids) >= request.max_total_tokens:
-        return FinishReason.LENGTH
-    return None

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.engine.attention import ChunkSegment, DecodeGroup, PagedBatch
 from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
-from kvferry.engine.scheduler import Chunk
+from kvferry.engine.plan import Chunk
 
 if TYPE_CHECKING:
     from kvferry.engine.model import LoadedModel

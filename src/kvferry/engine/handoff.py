@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.connector.ports import ConnectorPort, HandoffOffer, PrefillEnd, PromptIdentity
 from kvferry.engine.live_request import LiveRequest
-from kvferry.engine.scheduler import Chunk
+from kvferry.engine.plan import Chunk
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.hashing import prompt_digest
 from kvferry.protocol.ids import TransferId
@@ -68,7 +68,9 @@ class HandoffSender:
         first_token = FirstToken(
             request.token_ids[request.num_prompt_tokens], request.seed, logprob
         )
-        offer = self._offer(request, transfer, PrefillEnd(first_token, request.prefill_end_s))
+        report = request.prefill_report() if request.request.wants_report else None
+        end = PrefillEnd(first_token, request.prefill_end_s, report)
+        offer = self._offer(request, transfer, end)
         return KvTransferParams(
             transfer_id=transfer.transfer_id,
             role=Role.DECODE,
@@ -78,6 +80,7 @@ class HandoffSender:
             num_prompt_tokens=request.num_prompt_tokens,
             lease_s=offer.lease_s,
             prefill_end_s=request.prefill_end_s,
+            prefill_report=report,
         )
 
     def _offer(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from kvferry.engine.request import EngineRequest, OutputCallback, RequestReport
 from kvferry.protocol.hashing import next_block_hash
-from kvferry.protocol.ids import BlockHash, BlockNumber
-from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
+from kvferry.protocol.ids import BlockHash, BlockNumber, InstanceId, TransferId
+from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, PeerAddress, Role
+from kvferry.protocol.prefill_report import PrefillReport
 
 
 class Phase(enum.Enum):
@@ -46,6 +47,10 @@ class LiveRequest:
     """Prompt and answer so far."""
     wants_receive: bool = False
     """Role decode, and the peer's blocks have not been tried yet."""
+    wants_history: bool = False
+    """Role prefill, and the conversation's holder has not been asked yet."""
+    history_id: TransferId | None = None
+    """Of the read-back that runs."""
     is_given_back: bool = False
     """Push: the peer was given blocks that were needed elsewhere; it has no others yet."""
     phase: Phase = Phase.WAITING
@@ -66,6 +71,13 @@ class LiveRequest:
     transport: str = ""
     receive_outcome: str = ""
     num_preemptions: int = 0
+    first_forward_s: float | None = None
+    num_read_back_tokens: int = 0
+    num_read_back_bytes: int = 0
+    read_back_outcome: str = ""
+    read_back_s: float = 0.0
+    prefill: PrefillReport | None = None
+    """Role decode: what prefill has said of its work."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,6 +98,26 @@ class LiveRequest:
         """Return the transfer's parameters if the request has ``role`` in it."""
         transfer = self.request.transfer
         return transfer if transfer is not None and transfer.role is role else None
+
+    @property
+    def peer_id(self) -> InstanceId:
+        """Role decode: name of the instance that has the prompt's KV; else empty."""
+        transfer = self.transfer_as(Role.DECODE)
+        if transfer is None or transfer.peer is None:
+            return InstanceId("")
+        return transfer.peer.instance_id
+
+    @property
+    def history(self) -> PeerAddress | None:
+        """Role prefill: the instance that probably holds blocks of the prompt."""
+        transfer = self.transfer_as(Role.PREFILL)
+        return transfer.history if transfer is not None else None
+
+    @property
+    def retention_s(self) -> float | None:
+        """How long the client wants its conversation retained; None leaves it to the instance."""
+        transfer = self.transfer_as(Role.DECODE)
+        return transfer.retention_s if transfer is not None else None
 
     @property
     def is_pushed(self) -> bool:
@@ -137,4 +169,25 @@ class LiveRequest:
             mode=self.receive_mode,
             receive_outcome=self.receive_outcome,
             num_preemptions=self.num_preemptions,
+            prefill=self.prefill_report() if self.is_prefill else self.prefill,
+        )
+
+    @property
+    def is_prefill(self) -> bool:
+        """Role prefill."""
+        return self.transfer_as(Role.PREFILL) is not None
+
+    def prefill_report(self) -> PrefillReport:
+        """Role prefill: return where the prompt's KV came from, and the time that took."""
+        compute_s = 0.0
+        if self.prefill_end_s is not None and self.first_forward_s is not None:
+            compute_s = max(0.0, self.prefill_end_s - self.first_forward_s)
+        return PrefillReport(
+            num_cached_tokens=self.num_cached_tokens,
+            num_read_back_tokens=self.num_read_back_tokens,
+            num_read_back_bytes=self.num_read_back_bytes,
+            num_computed_tokens=self.num_computed_prompt_tokens,
+            read_back_outcome=self.read_back_outcome,
+            read_back_s=self.read_back_s,
+            compute_s=compute_s,
         )

@@ -1,4 +1,4 @@
-"""The engine's part in a handoff, on decode's side: from arrival to the peer's last word.
+"""The engine's part in what it receives: a handoff on decode, a conversation's history on prefill.
 
 Owns which transfer is which request's, and what came for a request that is still on its way to
 the engine's thread. What a result means for the request is the core's.
@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveResult
 from kvferry.engine.handoff import prompt_identity
 from kvferry.engine.live_request import LiveRequest
-from kvferry.engine.scheduler import StepPlan
+from kvferry.engine.plan import HistoryStart, StepPlan
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Role
@@ -60,6 +60,7 @@ class Receives:
 
     def end(self, request: LiveRequest, *, needed: bool = False) -> None:
         """Nothing more is wanted of the peer; it is told."""
+        self._end_history(request)
         transfer = request.transfer_as(Role.DECODE)
         if transfer is not None and self._connector is not None:
             self._by_transfer.pop(transfer.transfer_id, None)
@@ -86,6 +87,22 @@ class Receives:
         ]
         return tokens, results
 
+    def _start_history(self, start: HistoryStart) -> None:
+        request, holder = start.request, start.request.history
+        if self._connector is None or holder is None:
+            raise AssertionError(f"request {request.request.request_id} has no history to read")
+        history_id = self._connector.read_history(
+            holder, start.hashes, start.blocks, start.min_blocks
+        )
+        request.history_id = history_id
+        self._by_transfer[history_id] = request
+
+    def _end_history(self, request: LiveRequest) -> None:
+        if request.history_id is not None and self._connector is not None:
+            self._by_transfer.pop(request.history_id, None)
+            self._connector.end_receive(request.history_id, needed=True)
+            request.history_id = None
+
     def follow(self, plan: StepPlan) -> None:
         """Tell the connector what the scheduler has decided."""
         if self._connector is None:
@@ -97,6 +114,8 @@ class Receives:
                 # A push may fail at any moment, so also just now: its result is on the way.
                 if not start.request.is_pushed:
                     raise
+        for history in plan.histories:
+            self._start_history(history)
         for request in plan.not_needed:
             self.end(request)
         for request in plan.cancelled:
@@ -110,7 +129,8 @@ class Receives:
 
     def is_peer_at_work(self, request: LiveRequest) -> bool:
         """Whether the peer's prefill has its own blocks: then the receive ends by itself."""
-        return self.may_receive(request, _MORE_BLOCKS_THAN_ANY_SHARE)
+        # A read-back ends by itself, whatever its holder does.
+        return request.is_prefill or self.may_receive(request, _MORE_BLOCKS_THAN_ANY_SHARE)
 
     def give_back(self, request: LiveRequest) -> bool:
         """Take blocks back that the peer has not filled; False if it is too late for that."""

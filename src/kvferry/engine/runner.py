@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.blocks.pool import BlockPool, PoolSnapshot
+from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.ports import ConnectorPort
+from kvferry.engine.choice import finish_reason
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.core import EngineCore, EngineCounters, Forward, StepOutcome, finish_reason
+from kvferry.engine.core import EngineCore, EngineCounters, Forward, StepOutcome
 from kvferry.engine.forward import ModelForward
 from kvferry.engine.inbox import Inbox
 from kvferry.engine.live_request import LiveRequest
@@ -77,13 +79,14 @@ class Engine:
         pool: BlockPool,
         *,
         connector: ConnectorPort | None = None,
+        retention: RetentionTable | None = None,
         clock: Clock,
         draw_seed: DrawSeed = draw_seed,
         forward: Forward | None = None,
     ) -> None:
         """Raises ``ConfigError`` if ``cache`` has no room for ``pool``.
 
-        ``forward`` is the model over ``cache`` by default.
+        ``forward`` is the model over ``cache`` by default, ``retention`` one by ``config``.
         """
         if pool.num_blocks > cache.num_blocks:
             raise ConfigError(
@@ -100,12 +103,14 @@ class Engine:
         self._connector = connector
         self._clock = clock
         self._draw_seed = draw_seed
+        self.retention = retention or RetentionTable(pool, clock, config.retention_limits())
         self._core = EngineCore(
             config,
             pool,
             forward or ModelForward(model, cache),
             model.vocabulary_size,
             connector=connector,
+            retention=self.retention,
             clock=clock,
         )
         self._inbox = Inbox()
@@ -150,7 +155,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Find nothing of earlier prompts any more; requests in service go on."""
-        self.pool.clear_cache()
+        with self.pool.lock:
+            self.retention.release_all()
+            self.pool.clear_cache()
 
     def snapshot(self) -> EngineSnapshot:
         """Return counts for metrics, health and tests."""
@@ -212,6 +219,7 @@ class Engine:
 
         Returns whether that token has ended the request.
         """
+        self._announce_history(live)
         transfer = live.transfer_as(Role.DECODE)
         if transfer is None or self._connector is None:
             return False
@@ -219,6 +227,7 @@ class Engine:
         receiver.begin(live, transfer)
         live.wants_receive = True
         live.prefill_end_s = transfer.prefill_end_s
+        live.prefill = transfer.prefill_report
         if transfer.first_token is None:
             return False
         try:
@@ -229,6 +238,20 @@ class Engine:
         if is_finished:
             receiver.decline(transfer)
         return is_finished
+
+    def _announce_history(self, live: LiveRequest) -> None:
+        """Role prefill: shake hands early with who holds the conversation, if anybody does.
+
+        It is only a hint: one that cannot be followed costs a recompute.
+        """
+        if live.history is None or self._connector is None:
+            return
+        try:
+            self._connector.contact(live.history)
+        except RequestError as error:
+            logger.warning("a history hint was ignored: %s", error)
+            return
+        live.wants_history = True
 
     def _answer_first_token(self, live: LiveRequest, transfer: KvTransferParams) -> bool:
         if transfer.first_token is None:

@@ -9,78 +9,22 @@ back where nothing else would go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol
 
 from kvferry.blocks.pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.engine.plan import Chunk, HistoryStart, MakeRoom, ReceiveDesk, ReceiveStart, StepPlan
+from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.errors import CapacityError
-from kvferry.protocol.ids import BlockNumber
-
-MakeRoom = Callable[[int], int]
-"""Asks the connector to give up offers worth that many blocks; returns how many were freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute the KV of ``count`` tokens from position ``start`` on."""
-
-    request: LiveRequest
-    start: int
-    count: int
-    samples: bool
-    """Whether the chunk ends with the last known token, so that the next one is sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveStart:
-    """Have the peer's blocks from position ``first_block`` on put into ``blocks``."""
-
-    request: LiveRequest
-    blocks: tuple[BlockNumber, ...]
-    first_block: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step's decisions."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    receives: list[ReceiveStart] = field(default_factory=list)
-    not_needed: list[LiveRequest] = field(default_factory=list)
-    """Requests that compute what they lack: the peer may let go."""
-    cancelled: list[LiveRequest] = field(default_factory=list)
-    """Requests that compute what they lack since the blocks for it are needed here."""
-    num_preempted: int = 0
-    is_short_of_blocks: bool = False
-    """A request waits until somebody gives blocks back."""
-
-
-class ReceiveDesk(Protocol):
-    """What the scheduler asks about requests that receive; see ``Receives``."""
-
-    def may_receive(self, request: LiveRequest, num_blocks: int) -> bool:
-        """Whether ``num_blocks`` may be given to the peer to fill."""
-        ...
-
-    def is_peer_at_work(self, request: LiveRequest) -> bool:
-        """Whether the peer's prefill has its own blocks: then the receive ends by itself."""
-        ...
-
-    def give_back(self, request: LiveRequest) -> bool:
-        """Take blocks back that the peer has not filled; False if it is too late for that."""
-        ...
-
-    def num_returning(self) -> int:
-        """Blocks that come back once no transfer can touch them."""
-        ...
+from kvferry.protocol.ids import BlockHash
 
 
 class _Admission(Enum):
-    GRANTED = auto()
+    TO_RUN = auto()
+    TO_RECEIVE = auto()
+    """A peer fills its blocks first."""
     LATER = auto()
     """It must not have blocks yet, whoever else wants them."""
     SHORT = auto()
@@ -91,7 +35,12 @@ class Scheduler:
     """Queues of one engine. Called from the engine's thread only."""
 
     def __init__(
-        self, pool: BlockPool, config: EngineConfig, make_room: MakeRoom, receives: ReceiveDesk
+        self,
+        pool: BlockPool,
+        config: EngineConfig,
+        make_room: MakeRoom,
+        receives: ReceiveDesk,
+        threshold: RecomputeThreshold,
     ) -> None:
         self._pool = pool
         self._make_room = make_room
@@ -99,7 +48,7 @@ class Scheduler:
         self._block_size_tokens = config.block_size_tokens
         self._max_running = config.max_num_sequences
         self._max_step_tokens = config.prefill_chunk_tokens
-        self._recompute_threshold_tokens = config.recompute_threshold_tokens
+        self._threshold = threshold
         self._prefix_caching = config.prefix_caching
         self.waiting: deque[LiveRequest] = deque()
         self.receiving: list[LiveRequest] = []
@@ -138,6 +87,18 @@ class Scheduler:
         self.receiving.remove(request)
         self._publish(request)
         self.ready.append(request)
+
+    def note_history_ended(self, request: LiveRequest, num_blocks: int) -> None:
+        """A read-back has filled the next ``num_blocks`` blocks of ``request``; none: it failed.
+
+        The blocks of a failed one may still be written to: the request gets others.
+        """
+        if num_blocks > 0:
+            num_computed = request.num_computed + num_blocks * self._block_size_tokens
+            self.note_received(request, num_computed)
+            return
+        self.receiving.remove(request)
+        self._requeue(request)
 
     def note_receive_failed(self, request: LiveRequest) -> None:
         """A receive failed: give its blocks back and queue it, by arrival, as a plain one."""
@@ -236,29 +197,27 @@ class Scheduler:
                 self._take_back_for_nobody(plan)
                 return
             self.waiting.remove(request)
-            if request.wants_receive:
-                request.wants_receive = request.is_given_back = False
+            if admission is _Admission.TO_RECEIVE:
                 request.phase = Phase.RECEIVING
                 self.receiving.append(request)
                 continue
             self._start_running(request)
-            budget -= self._plan_chunk(plan, request, budget)
+            if budget > 0:
+                budget -= self._plan_chunk(plan, request, budget)
 
     def _has_place(self, request: LiveRequest, budget: int) -> bool:
         if len(self.running) + len(self.ready) >= self._max_running:
             return False
-        if request.wants_receive:
+        if request.wants_receive or request.wants_history:
             return len(self.receiving) < self._max_running
         return budget > 0
 
     def _take_blocks(self, plan: StepPlan, request: LiveRequest) -> _Admission:
         """Give a waiting request cached blocks and new ones for all its tokens, or nothing."""
         size = self._block_size_tokens
-        cached: list[BlockNumber] = []
-        if self._prefix_caching:
-            # The last token is always computed: its logits are needed.
-            usable = request.hashes_of((len(request.token_ids) - 1) // size, size)
-            cached = self._pool.acquire_cached(usable)
+        # The last token is always computed: its logits are needed.
+        usable = request.hashes_of((len(request.token_ids) - 1) // size, size)
+        cached = self._pool.acquire_cached(usable) if self._prefix_caching else []
         num_tokens = len(request.token_ids)
         receives = self._should_receive(request, len(cached) * size)
         if receives:
@@ -277,12 +236,33 @@ class Scheduler:
         request.num_computed = len(cached) * size
         request.num_published = len(cached)
         self._note_admitted(plan, request, receives)
-        return _Admission.GRANTED
+        if receives or self._starts_history(plan, request, len(usable)):
+            return _Admission.TO_RECEIVE
+        return _Admission.TO_RUN
 
     def _should_receive(self, request: LiveRequest, num_cached_tokens: int) -> bool:
         missing = request.num_prompt_tokens - num_cached_tokens
-        worth_it = missing > 0 and missing >= self._recompute_threshold_tokens
+        worth_it = missing > 0 and self._threshold.is_worth_moving(request.peer_id, missing)
         return request.wants_receive and worth_it
+
+    def _starts_history(self, plan: StepPlan, request: LiveRequest, num_usable: int) -> bool:
+        """Have a history read into the blocks after the cached ones, where that is worth it.
+
+        The request has all its blocks already, so it holds no lease while it waits for memory.
+        """
+        first, holder = request.num_published, request.history
+        wants_history, request.wants_history = request.wants_history, False
+        num_tokens = (num_usable - first) * self._block_size_tokens
+        if not wants_history or holder is None or num_tokens <= 0:
+            return False
+        if not self._threshold.is_worth_moving(holder.instance_id, num_tokens):
+            return False
+        min_tokens = self._threshold.min_tokens(holder.instance_id, num_tokens)
+        hashes = request.hashes_of(num_usable, self._block_size_tokens)[first:]
+        blocks = tuple(request.blocks[first:num_usable])
+        min_blocks = max(1, self.blocks_for(min_tokens))
+        plan.histories.append(HistoryStart(request, tuple(hashes), blocks, min_blocks))
+        return True
 
     def _may_receive(self, plan: StepPlan, request: LiveRequest, num_blocks: int) -> bool:
         """Whether ``num_blocks`` may be given to the peer, beside what this plan gives to peers.
@@ -303,11 +283,12 @@ class Scheduler:
         if receives or (request.num_preemptions == 0 and not request.receive_outcome):
             cached = min(request.num_computed, request.num_prompt_tokens)
             request.num_cached_tokens = cached
+        wanted_receive, request.wants_receive = request.wants_receive, False
+        request.is_given_back = False
         if receives:
             first = request.num_published
             plan.receives.append(ReceiveStart(request, tuple(request.blocks[first:]), first))
-        elif request.wants_receive:
-            request.wants_receive = request.is_given_back = False
+        elif wanted_receive:
             plan.not_needed.append(request)
 
     def _has_room(self, lacking: int) -> bool:
@@ -353,6 +334,15 @@ class Scheduler:
         return self._receives.num_returning() > 0
 
     # -- blocks -------------------------------------------------------------------------------
+
+    def publish_all(self, request: LiveRequest) -> list[BlockHash]:
+        """Return the hashes of the full blocks of ``request``; the pool finds each of them, if it
+        caches, also where another's block with the same content was evicted since."""
+        if request.phase is not Phase.RUNNING or not self._prefix_caching:
+            return []
+        request.num_published = 0
+        self._publish(request)
+        return request.hashes_of(request.num_published, self._block_size_tokens)
 
     def _publish(self, request: LiveRequest) -> None:
         if not self._prefix_caching:

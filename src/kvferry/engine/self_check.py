@@ -16,8 +16,8 @@ from kvferry.engine.attention import ATTENTION_NAME
 from kvferry.engine.forward import ModelForward
 from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.paged_cache import PagedCache
+from kvferry.engine.plan import Chunk
 from kvferry.engine.request import EngineRequest
-from kvferry.engine.scheduler import Chunk
 from kvferry.errors import ConfigError
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import BlockNumber, RequestId

@@ -59,7 +59,22 @@ class EngineMetrics:
             ["finished_reason"],
             registry=registry,
         )
+        self._declare_reuse(registry)
         self._declare_times(registry)
+
+    def _declare_reuse(self, registry: CollectorRegistry) -> None:
+        self.read_back_tokens = Counter(
+            "kvferry_read_back_tokens",
+            "Prompt tokens whose KV was read from an instance that had it",
+            registry=registry,
+        )
+        self.recomputed_tokens = Counter(
+            "kvferry_recomputed_tokens",
+            "Prompt tokens computed because a read-back failed (reason: gone, expired, declined, "
+            "unreachable, slow, mismatch, incompatible, failed, corrupt)",
+            ["reason"],
+            registry=registry,
+        )
 
     def _declare_times(self, registry: CollectorRegistry) -> None:
         self.time_to_first_token_s = Histogram(

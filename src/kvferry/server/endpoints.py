@@ -93,6 +93,7 @@ async def instance(request: web.Request) -> web.Response:
     figures = parts.figures()
     shown["num_requests_running"] = figures.num_running
     shown["num_requests_waiting"] = figures.num_waiting
+    shown["retained"] = msgspec.to_builtins(figures.retained)
     if parts.connector is not None:
         shown["exchange"] = msgspec.to_builtins(parts.connector.snapshot())
     return _json(shown)

@@ -7,11 +7,13 @@ which they begin and end, not what they do.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.blocks.pool import BlockPool
+from kvferry.blocks.pool import BlockPool, PoolSnapshot
+from kvferry.blocks.renewing import RenewingBlocks
+from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.config import is_loopback
 from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
@@ -20,6 +22,7 @@ from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
 from kvferry.server.config import InstanceConfig
+from kvferry.server.retained import RetainedFigures
 from kvferry.transport.base import MemoryKind, MemoryRegion, Transport
 from kvferry.transport.registry import create_transport, default_transport
 
@@ -42,6 +45,7 @@ class InstanceFigures:
     num_blocks: int
     num_free_blocks: int
     is_alive: bool
+    retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,17 @@ class Instance:
             num_blocks=snapshot.pool.num_blocks,
             num_free_blocks=snapshot.pool.num_free,
             is_alive=snapshot.failure is None,
+            retained=self._retained_figures(snapshot.pool),
+        )
+
+    def _retained_figures(self, pool: PoolSnapshot) -> RetainedFigures:
+        retention = self.engine.retention
+        return RetainedFigures(
+            num_conversations=retention.num_conversations,
+            num_blocks=pool.num_retained,
+            share=pool.num_retained / pool.num_blocks,
+            num_evicted=pool.num_retained_evicted,
+            ends={str(reason): count for reason, count in retention.ends.items()},
         )
 
     def close(self) -> None:
@@ -116,10 +131,20 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         transport.register([memory.region])
         pool = BlockPool(memory.region.num_blocks)
         layout = model.layout(config.engine.block_size_tokens)
-        exchange_memory = ExchangeMemory(pool, layout, transport, memory.view)
+        retention = RetentionTable(pool, clock, config.engine.retention_limits())
+        blocks = RenewingBlocks(pool, retention)
+        exchange_memory = ExchangeMemory(blocks, layout, transport, memory.view)
         exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
-        engine = Engine(config.engine, model, memory.cache, pool, connector=exchange, clock=clock)
+        engine = Engine(
+            config.engine,
+            model,
+            memory.cache,
+            pool,
+            connector=exchange,
+            retention=retention,
+            clock=clock,
+        )
         exchange.start(engine.wake)
         engine.start()
         parts.callback(engine.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.clock import Clock
+from kvferry.engine.request import RequestReport
 from kvferry.observe.metrics import EngineMetrics
 from kvferry.server.formats import Choice
 from kvferry.server.output import Delta
@@ -33,7 +34,18 @@ class RequestMeter:
                 self._metrics.request_success.labels(delta.finish_reason.value).inc()
                 self._metrics.e2e_request_latency_s.observe(now_s - self._began_s)
                 if delta.report is not None:
-                    self._metrics.num_preemptions.inc(delta.report.num_preemptions)
+                    self._note_report(delta.report)
+
+    def _note_report(self, report: RequestReport) -> None:
+        self._metrics.num_preemptions.inc(report.num_preemptions)
+        prefill = report.prefill
+        # On decode it is what the other instance has said of itself, and has counted.
+        if prefill is None or report.mode or not prefill.read_back_outcome:
+            return
+        self._metrics.read_back_tokens.inc(prefill.num_read_back_tokens)
+        if prefill.num_read_back_tokens == 0:
+            reason = prefill.read_back_outcome
+            self._metrics.recomputed_tokens.labels(reason).inc(prefill.num_computed_tokens)
 
     def _note_token(self, choice: int, now_s: float) -> None:
         self._metrics.generation_tokens.inc()

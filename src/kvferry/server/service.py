@@ -26,6 +26,7 @@ from kvferry.protocol.signing import verify
 from kvferry.server.config import HttpConfig
 from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
+from kvferry.server.retained import RetainedFigures
 
 _log = get_logger(__name__)
 
@@ -58,6 +59,11 @@ class EngineFigures(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether the engine can still serve."""
+        ...
+
+    @property
+    def retained(self) -> RetainedFigures:
+        """What is kept for conversations' later turns."""
         ...
 
 

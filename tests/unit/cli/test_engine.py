@@ -53,7 +53,8 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--no-prefix-caching"),
         *("--recompute-threshold-tokens", "5", "--handoff-lease-s", "6", "--verify-transfers"),
         *("--receive-timeout-s", "7", "--max-held-share", "0.5", "--shutdown-timeout-s", "2"),
-        "--enable-dev-endpoints",
+        *("--read-back-timeout-s", "3", "--prefill-timeout-s", "8"),
+        *("--max-registered-share", "0.125", "--enable-dev-endpoints"),
     )
     (config,) = started
     assert (config.model, config.served_model_names) == ("m", ("x",))
@@ -70,7 +71,17 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
     assert (exchange.instance_id, exchange.control_port) == ("p0", 7)
     assert (exchange.handoff_lease_s, exchange.receive_timeout_s) == (6.0, 7.0)
     assert (exchange.max_held_share, exchange.verify_blocks) == (0.5, True)
+    assert (exchange.history_timeout_s, exchange.prefill_timeout_s) == (3.0, 8.0)
+    assert exchange.max_registered_share == 0.125
     assert exchange.cluster_key == b"k" * 32
+
+
+def test_the_threshold_may_be_measured(started: list[InstanceConfig]) -> None:
+    invoke("m", "--recompute-threshold-tokens", "auto")
+    assert started[0].engine.recompute_threshold_tokens is None
+    result = CliRunner().invoke(engine, ["serve", "m", "--recompute-threshold-tokens", "few"])
+    assert result.exit_code == 2
+    assert "neither a number of tokens nor auto" in result.output
 
 
 def test_defaults_are_for_one_host(started: list[InstanceConfig]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from kvferry.blocks.pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.live_request import LiveRequest
+from kvferry.engine.plan import StepPlan
 from kvferry.engine.request import EngineRequest
-from kvferry.engine.scheduler import Scheduler, StepPlan
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.threshold import FixedThreshold
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import RequestId
+from kvferry.protocol.params import KvTransferParams
 
 ROOT = chain_root(b"scheduler")
 
@@ -53,7 +56,8 @@ class Desk:
         self.pool = BlockPool(num_blocks)
         self.asked_room: list[int] = []
         self.peer = FakePeer()
-        self.scheduler = Scheduler(self.pool, config, self.make_room, self.peer)
+        threshold = FixedThreshold(config.recompute_threshold_tokens or 0)
+        self.scheduler = Scheduler(self.pool, config, self.make_room, self.peer, threshold)
         self.num_arrivals = 0
 
     def make_room(self, num_blocks: int) -> int:
@@ -61,13 +65,21 @@ class Desk:
         return 0
 
     def arrive(
-        self, num_prompt: int, *, max_tokens: int = 8, wants_receive: bool = False, first: int = 0
+        self,
+        num_prompt: int,
+        *,
+        max_tokens: int = 8,
+        wants_receive: bool = False,
+        first: int = 0,
+        transfer: KvTransferParams | None = None,
     ) -> LiveRequest:
         self.num_arrivals += 1
         prompt = tuple(range(first, first + num_prompt))
         request = LiveRequest(
             request=EngineRequest(
-                request_id=RequestId(f"r{self.num_arrivals}"), prompt_token_ids=prompt
+                request_id=RequestId(f"r{self.num_arrivals}"),
+                prompt_token_ids=prompt,
+                transfer=transfer,
             ),
             on_output=lambda output: None,
             arrival=self.num_arrivals,
@@ -78,6 +90,7 @@ class Desk:
             max_total_tokens=num_prompt + max_tokens,
             token_ids=list(prompt) + ([7] if wants_receive else []),
             wants_receive=wants_receive,
+            wants_history=transfer is not None and transfer.history is not None,
         )
         self.scheduler.add(request)
         return request

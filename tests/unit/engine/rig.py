@@ -21,12 +21,20 @@ from kvferry.connector.ports import (
     ReceiveResult,
 )
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.core import Forward
 from kvferry.engine.model import load_model
 from kvferry.engine.paged_cache import PagedCache
 from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine
 from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, RequestId, TransferId
+from kvferry.protocol.ids import (
+    BlockHash,
+    BlockNumber,
+    Epoch,
+    InstanceId,
+    RequestId,
+    TransferId,
+)
 from kvferry.protocol.params import (
     FirstToken,
     KvTransferParams,
@@ -42,8 +50,10 @@ PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:1")
 class Answer:
     """Collects one request's outputs; `wait` returns when the last one has come."""
 
-    def __init__(self, request_id: RequestId) -> None:
+    def __init__(self, request_id: RequestId, may_go_on: threading.Event | None = None) -> None:
+        """``may_go_on`` keeps the engine's thread from going on after the first output."""
         self.request_id = request_id
+        self._may_go_on = may_go_on
         self.outputs: list[TokenOutput] = []
         self._changed = threading.Condition()
 
@@ -52,6 +62,8 @@ class Answer:
             assert not self.is_finished, "an output after the last one"
             self.outputs.append(output)
             self._changed.notify_all()
+        if self._may_go_on is not None:
+            assert self._may_go_on.wait(TIMEOUT_S)
 
     @property
     def is_finished(self) -> bool:
@@ -82,6 +94,14 @@ class Receive:
 
 
 @dataclass
+class HistoryRead:
+    peer: PeerAddress
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[BlockNumber, ...]
+    min_blocks: int
+
+
+@dataclass
 class FakeConnector:
     """Records calls; `finish_receive` and `copy_from` end receives."""
 
@@ -102,6 +122,9 @@ class FakeConnector:
     """Push: may not have blocks yet."""
     broken: set[TransferId] = field(default_factory=set)
     """Push: fails in the moment when it is given blocks."""
+    histories: dict[TransferId, HistoryRead] = field(default_factory=dict)
+    contacted: list[PeerAddress] = field(default_factory=list)
+    refuses_contact: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin_receive(
@@ -142,6 +165,25 @@ class FakeConnector:
         with self.changed:
             self.ended.append(transfer_id)
             self.changed.notify_all()
+
+    def contact(self, peer: PeerAddress) -> None:
+        if self.refuses_contact:
+            raise RequestError("that address is not allowed")
+        self.contacted.append(peer)
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> TransferId:
+        self.pool.hold(blocks)
+        history_id = TransferId(f"history-{len(self.histories) + 1}")
+        with self.changed:
+            self.histories[history_id] = HistoryRead(peer, tuple(hashes), tuple(blocks), min_blocks)
+            self.changed.notify_all()
+        return history_id
 
     def take_results(self) -> list[ReceiveResult]:
         with self.changed:
@@ -243,11 +285,36 @@ class FakeConnector:
             )
         self.engine.wake()
 
+    def wait_history(self, count: int = 1) -> tuple[TransferId, HistoryRead]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.histories) >= count, TIMEOUT_S)
+            return list(self.histories.items())[-1]
+
+    def finish_history(
+        self, history_id: TransferId, outcome: ReceiveOutcome, num_blocks: int = 0
+    ) -> None:
+        assert self.engine is not None
+        self.pool.drop(self.histories[history_id].blocks)
+        result = ReceiveResult(
+            history_id, outcome, "as the test says", num_bytes=64 * num_blocks,
+            num_blocks=num_blocks, transport="fake", started_s=1.0, finished_s=1.5,
+        )  # fmt: skip
+        with self.changed:
+            self.results.append(result)
+        self.engine.wake()
+
 
 class Rig:
     """One engine. Use as a context manager: at exit every block must be free."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:  # noqa: ANN401 - EngineConfig's
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        forward: Forward | None = None,
+        has_connector: bool = True,
+        **options: Any,  # noqa: ANN401 - EngineConfig's
+    ) -> None:
         self.config = EngineConfig(
             **{"num_blocks": 512, "num_threads": 1, "dtype": "float32", **options}
         )
@@ -262,8 +329,9 @@ class Rig:
             model,
             self.cache,
             self.pool,
-            connector=self.connector,
+            connector=self.connector if has_connector else None,
             clock=SystemClock(),
+            forward=forward,
         )
         self.connector.engine = self.engine
         self._num_requests = 0
@@ -286,12 +354,13 @@ class Rig:
         *,
         transfer: KvTransferParams | None = None,
         salt: str = "",
+        may_go_on: threading.Event | None = None,
         **sampling: Any,  # noqa: ANN401 - SamplingParams'
     ) -> Answer:
         self._num_requests += 1
         request_id = RequestId(f"request-{self._num_requests}")
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
-        answer = Answer(request_id)
+        answer = Answer(request_id, may_go_on)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),

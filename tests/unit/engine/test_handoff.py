@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,9 +260,11 @@ def test_preemption_after_a_receive_keeps_the_tokens(tiny_model_dir: Path) -> No
         Rig(tiny_model_dir, num_blocks=14, prefix_caching=False) as rig,
     ):
         handoff = prefill.submit(prompt, transfer=prefill_role()).wait().outputs[0].handoff
-        older = rig.submit(other_prompt, max_tokens=100)
+        may_go_on = threading.Event()
+        older = rig.submit(other_prompt, max_tokens=100, may_go_on=may_go_on)
         older.wait_tokens(1)
         answer = rig.submit(prompt, transfer=handoff, max_tokens=40)
+        may_go_on.set()
         rig.copy_blocks(prefill, TRANSFER_ID)
         rig.connector.finish_receive(TRANSFER_ID, ReceiveOutcome.RECEIVED)
         assert answer.wait().tokens == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,14 @@ def test_prefill_tells_of_every_chunk(rig: Rig) -> None:
 
 
 def test_a_preempted_prefill_is_begun_once(tiny_model_dir: Path) -> None:
-    slowly = {"prefill_chunk_tokens": 4, "max_num_sequences": 4}
+    slowly: dict[str, Any] = {"prefill_chunk_tokens": 4, "max_num_sequences": 4}
     with Rig(tiny_model_dir, num_blocks=12, prefix_caching=False, **slowly) as rig:
-        older = rig.submit(random_prompt(60, 1), max_tokens=80)
+        may_go_on = threading.Event()
+        older = rig.submit(random_prompt(60, 1), max_tokens=80, may_go_on=may_go_on)
         older.wait_tokens(1)
-        answer = rig.submit(random_prompt(110), transfer=SENDING).wait()
+        answer = rig.submit(random_prompt(110), transfer=SENDING)
+        may_go_on.set()
+        answer.wait()
         older.wait()
         said = rig.connector.sends[TRANSFER_ID]
         assert report_of(answer).num_preemptions > 0
@@ -238,9 +242,11 @@ def test_a_first_token_outside_of_the_vocabulary_is_a_failed_push(
 def test_blocks_are_given_back_to_what_runs(tiny_model_dir: Path) -> None:
     prompt = random_prompt(100)
     with Rig(tiny_model_dir, num_blocks=12, prefix_caching=False) as rig:
-        older = rig.submit(random_prompt(60, 3), max_tokens=60)
+        may_go_on = threading.Event()
+        older = rig.submit(random_prompt(60, 3), max_tokens=60, may_go_on=may_go_on)
         older.wait_tokens(1)
         answer = rig.submit(prompt, transfer=RECEIVING, max_tokens=3)
+        may_go_on.set()
         assert len(older.wait().tokens) == 60
         assert report_of(older).num_preemptions == 0
         # Registered again, or computed here where that was not possible in time.

@@ -13,10 +13,10 @@ import pytest
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.plan import Chunk
 from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine, draw_seed
 from kvferry.engine.sampler import Scores
-from kvferry.engine.plan import Chunk
 from kvferry.engine.scheduler import Scheduler
 from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.ids import RequestId, TransferId
@@ -50,17 +50,8 @@ class ScriptedRig(Rig):
     """A rig whose engine computes nothing."""
 
     def __init__(self, folder: Path, **options: int) -> None:
-        super().__init__(folder, **options)
         self.forward = ScriptedForward()
-        self.engine = Engine(
-            self.config,
-            self.engine.model,
-            self.cache,
-            self.pool,
-            connector=None,
-            clock=SystemClock(),
-            forward=self.forward,
-        )
+        super().__init__(folder, forward=self.forward, has_connector=False, **options)
 
 
 def test_finish_reasons(tiny_model_dir: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvferry.engine.live_request import LiveRequest, Phase
-from kvferry.engine.scheduler import StepPlan
+from kvferry.engine.plan import StepPlan
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role
 from tests.unit.engine.desk import Desk, shape

@@ -35,6 +35,7 @@ from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
 from kvferry.server.app import HttpServer, build_app
 from kvferry.server.config import HttpConfig
+from kvferry.server.retained import RetainedFigures
 from kvferry.server.service import InstanceService, ServedModel, ServiceParts
 
 EOS = 256
@@ -98,6 +99,7 @@ class Figures:
     num_blocks: int = 10
     num_free_blocks: int = 10
     is_alive: bool = True
+    retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 
 Script = Callable[[EngineRequest], Sequence[TokenOutput]]

@@ -1,0 +1,80 @@
+"""What the scheduler decides and what it asks: one step's plan, and its view of receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.engine.live_request import LiveRequest
+from kvferry.protocol.ids import BlockHash, BlockNumber
+
+MakeRoom = Callable[[int], int]
+"""Asks the connector to give up offers worth that many blocks; returns how many were freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the KV of ``count`` tokens from position ``start`` on."""
+
+    request: LiveRequest
+    start: int
+    count: int
+    samples: bool
+    """Whether the chunk ends with the last known token, so that the next one is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveStart:
+    """Have the peer's blocks from position ``first_block`` on put into ``blocks``."""
+
+    request: LiveRequest
+    blocks: tuple[BlockNumber, ...]
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStart:
+    """Have what the holder of the conversation has of ``hashes`` put into ``blocks``."""
+
+    request: LiveRequest
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[BlockNumber, ...]
+    min_blocks: int
+    """Fewer than this are computed rather than moved."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's decisions."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    receives: list[ReceiveStart] = field(default_factory=list)
+    histories: list[HistoryStart] = field(default_factory=list)
+    not_needed: list[LiveRequest] = field(default_factory=list)
+    """Requests that compute what they lack: the peer may let go."""
+    cancelled: list[LiveRequest] = field(default_factory=list)
+    """Requests that compute what they lack since the blocks for it are needed here."""
+    num_preempted: int = 0
+    is_short_of_blocks: bool = False
+    """A request waits until somebody gives blocks back."""
+
+
+class ReceiveDesk(Protocol):
+    """What the scheduler asks about requests that receive; see ``Receives``."""
+
+    def may_receive(self, request: LiveRequest, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` may be given to the peer to fill."""
+        ...
+
+    def is_peer_at_work(self, request: LiveRequest) -> bool:
+        """Whether the peer's prefill has its own blocks: then the receive ends by itself."""
+        ...
+
+    def give_back(self, request: LiveRequest) -> bool:
+        """Take blocks back that the peer has not filled; False if it is too late for that."""
+        ...
+
+    def num_returning(self) -> int:
+        """Blocks that come back once no transfer can touch them."""
+        ...
