@@ -28,7 +28,7 @@ def sides() -> Iterator[tuple[Side, Side, Side]]:
     from kvferry.engine.bundled_model import bundled_model_dir
 
     folder = bundled_model_dir()
-    options = {"dtype": "bfloat16", "num_blocks": 256, "prefill_chunk_tokens": 512}
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 256, "prefill_chunk_tokens": 512}
     made = tuple(
         Side(name, folder, exchange={"max_held_share": 1.0}, **options)
         for name in ("plain", "prefill", "decode")

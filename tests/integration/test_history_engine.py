@@ -312,10 +312,10 @@ class FarTransport(MemoryTransport):
         link = super().open_link(peer_name, peer_writes=peer_writes)
         read = link.read
 
-        def read_late(local: Sequence[int], remote: Sequence[int]) -> Transfer:
+        def read_late(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Transfer:
             self.hold()
             threading.Timer(MOVE_S, self.go_on).start()
-            return read(local, remote)
+            return read(local_blocks, remote_blocks)
 
         link.read = read_late  # type: ignore[method-assign]
         return link

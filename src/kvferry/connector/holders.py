@@ -15,7 +15,8 @@ from kvferry.connector.events import Event, PeerLost, PeerQuiet
 from kvferry.connector.parts import MoverParts
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.reads import Reads
-from kvferry.connector.sessions import Sendable, Session, SessionState
+from kvferry.connector.requests import Sendable
+from kvferry.connector.sessions import Session, SessionState
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId

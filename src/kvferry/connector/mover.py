@@ -38,7 +38,7 @@ from kvferry.connector.holders import Holders
 from kvferry.connector.parts import MoverParts
 from kvferry.connector.readers import Readers
 from kvferry.connector.reads import Reads
-from kvferry.connector.sessions import Sendable
+from kvferry.connector.requests import Sendable
 from kvferry.connector.writes import Writes
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger

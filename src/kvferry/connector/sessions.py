@@ -32,12 +32,11 @@ from kvferry.connector.events import (
     RenewAnswered,
 )
 from kvferry.connector.ports import ReceiveOutcome
+from kvferry.connector.requests import Sendable, to_request
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     NOTICE_SEQUENCE,
-    Acquire,
-    AcquireHistory,
     Declined,
     DeclineReason,
     Envelope,
@@ -46,19 +45,14 @@ from kvferry.protocol.messages import (
     HelloReply,
     Message,
     Notice,
-    Register,
     Registered,
-    Release,
     Released,
-    Renew,
     Renewed,
     Request,
 )
 from kvferry.protocol.params import PeerAddress
 from kvferry.protocol.version import HISTORY_VERSION
 from kvferry.transport.base import Link
-
-Sendable = SendAcquire | SendAcquireHistory | SendRegister | SendRenew | SendRelease
 
 
 class SessionState(enum.Enum):
@@ -257,58 +251,10 @@ class Session:
             detail = f"the holder speaks protocol version {self.peer_version}, without read-back"
             refusal = Declined(DeclineReason.INCOMPATIBLE, detail, "protocol_version")
             return [AcquireAnswered(effect.transfer_id, self.clock.monotonic_s(), refusal)]
-        self._send(self._to_message(effect), effect)
+        self._send(
+            to_request(effect, self.hello, want_block_digests=self.want_block_digests), effect
+        )
         return []
-
-    def _to_message(self, effect: Sendable) -> Request:
-        epoch = self.peer.epoch
-        match effect:
-            case SendAcquire():
-                return Acquire(
-                    instance_id=self.hello.instance_id,
-                    epoch=self.hello.epoch,
-                    holder_epoch=epoch,
-                    transfer_id=effect.transfer_id,
-                    num_tokens=effect.num_tokens,
-                    digest=effect.digest,
-                    duration_s=effect.duration_s,
-                    first_block=effect.first_block,
-                    want_block_digests=self.want_block_digests,
-                )
-            case SendAcquireHistory():
-                return AcquireHistory(
-                    instance_id=self.hello.instance_id,
-                    epoch=self.hello.epoch,
-                    holder_epoch=epoch,
-                    transfer_id=effect.transfer_id,
-                    block_hashes=effect.block_hashes,
-                    min_blocks=effect.min_blocks,
-                    duration_s=effect.duration_s,
-                    want_block_digests=self.want_block_digests,
-                )
-            case SendRegister():
-                return Register(
-                    instance_id=self.hello.instance_id,
-                    epoch=self.hello.epoch,
-                    holder_epoch=epoch,
-                    transfer_id=effect.transfer_id,
-                    generation=effect.generation,
-                    num_tokens=effect.num_tokens,
-                    digest=effect.digest,
-                    first_block=effect.first_block,
-                    blocks=effect.blocks,
-                    timeout_s=effect.timeout_s,
-                )
-            case SendRenew():
-                return Renew(effect.transfer_id, epoch, effect.duration_s)
-            case SendRelease():
-                return Release(
-                    self.hello.instance_id,
-                    self.hello.epoch,
-                    effect.transfer_id,
-                    epoch,
-                    effect.outcome,
-                )
 
 
 def _answered(effect: Sendable, sent_s: float, reply: Message) -> Event | None:

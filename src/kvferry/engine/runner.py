@@ -105,14 +105,9 @@ class Engine:
         self._draw_seed = draw_seed
         self.retention = retention or RetentionTable(pool, clock, config.retention_limits())
         self._core = EngineCore(
-            config,
-            pool,
-            forward or ModelForward(model, cache),
-            model.vocabulary_size,
-            connector=connector,
-            retention=self.retention,
-            clock=clock,
-        )
+            config, pool, forward or ModelForward(model, cache), model.vocabulary_size,
+            connector=connector, retention=self.retention, clock=clock,
+        )  # fmt: skip
         self._inbox = Inbox()
         self._core.on_finished = self._inbox.forget
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)

@@ -137,14 +137,9 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
         engine = Engine(
-            config.engine,
-            model,
-            memory.cache,
-            pool,
-            connector=exchange,
-            retention=retention,
-            clock=clock,
-        )
+            config.engine, model, memory.cache, pool,
+            connector=exchange, retention=retention, clock=clock,
+        )  # fmt: skip
         exchange.start(engine.wake)
         engine.start()
         parts.callback(engine.close)
