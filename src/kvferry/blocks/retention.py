@@ -42,10 +42,10 @@ class RetentionLimits:
 
     def __post_init__(self) -> None:
         if not (self.duration_s >= 0 and math.isfinite(self.duration_s)):
-            raise ConfigError(f"retention's duration_s must be 0 or more, not {self.duration_s}")
+            raise ConfigError(f"retention_s must be 0 or more and finite, not {self.duration_s}")
         if not 0 < self.max_share <= 1:
             raise ConfigError(
-                f"retention's max_share must be above 0 and at most 1, not {self.max_share}"
+                f"max_retained_share must be above 0 and at most 1, not {self.max_share}"
             )
 
 

@@ -5,11 +5,7 @@ import pytest
 from kvferry.blocks.chain_tree import ChainTree
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash
-
-
-def chain(text: str) -> list[BlockHash]:
-    """A chain of one hash per letter: each is the text up to there, so heads are shared."""
-    return [BlockHash(text[: end + 1].encode().ljust(32, b".")) for end in range(len(text))]
+from tests.unit.blocks.retaining_instance import chain
 
 
 def tree_of(*texts: str) -> ChainTree:
