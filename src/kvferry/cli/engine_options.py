@@ -100,6 +100,25 @@ _ENGINE_OPTIONS = (
         help="Fewer missing prompt tokens than this are computed, not moved; auto: what costs "
         "less, by what moving and computing have cost in the last minute.",
     ),
+    click.option(
+        "--retention-s",
+        type=float,
+        default=480.0,
+        help="How long prompt and answer are retained for a later turn, as the last to be reused; "
+        "a request may shorten it; 0 is off.",
+    ),
+    click.option(
+        "--max-retained-share",
+        type=float,
+        default=0.5,
+        help="Share of the pool that may be retained.",
+    ),
+    click.option(
+        "--retention-renew/--no-retention-renew",
+        "retention_renews",
+        default=False,
+        help="Whether the time starts again when a peer reads what is retained.",
+    ),
 )
 
 _EXCHANGE_OPTIONS = (

@@ -60,6 +60,7 @@ class EngineMetrics:
             registry=registry,
         )
         self._declare_reuse(registry)
+        self._declare_retention(registry)
         self._declare_times(registry)
 
     def _declare_reuse(self, registry: CollectorRegistry) -> None:
@@ -72,6 +73,26 @@ class EngineMetrics:
             "kvferry_recomputed_tokens",
             "Prompt tokens computed because a read-back failed (reason: gone, expired, declined, "
             "unreachable, slow, mismatch, incompatible, failed, corrupt)",
+            ["reason"],
+            registry=registry,
+        )
+
+    def _declare_retention(self, registry: CollectorRegistry) -> None:
+        self.retained_blocks = Gauge(
+            "kvferry_retained_blocks", "Blocks retained for a later turn", registry=registry
+        )
+        self.retained_share = Gauge(
+            "kvferry_retained_share", "The same as a share of the pool; 1 is all", registry=registry
+        )
+        self.retained_evicted = Counter(
+            "kvferry_retained_evicted",
+            "Retained blocks reused because no other block was free",
+            registry=registry,
+        )
+        self.retention_ends = Counter(
+            "kvferry_retention_ends",
+            "Conversations retained no longer "
+            "(reason: expired, superseded, ended, cap, evicted, reset)",
             ["reason"],
             registry=registry,
         )

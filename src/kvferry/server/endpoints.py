@@ -70,11 +70,13 @@ async def health(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics`` in Prometheus' text form."""
-    parts = request.app[SERVICE].parts
+    service = request.app[SERVICE]
+    parts = service.parts
     figures, gauges = parts.figures(), parts.metrics.engine
     gauges.num_requests_running.set(figures.num_running)
     gauges.num_requests_waiting.set(figures.num_waiting)
     gauges.kv_cache_usage_perc.set(1 - figures.num_free_blocks / max(1, figures.num_blocks))
+    service.retained_meter.show(figures.retained)
     if parts.connector is not None:
         held, exchange = parts.connector.snapshot(), parts.metrics.exchange
         exchange.handoffs_held.set(held.num_handoffs_held)

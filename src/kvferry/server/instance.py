@@ -80,6 +80,8 @@ class Instance:
 
     def figures(self) -> InstanceFigures:
         """Return the engine's state now."""
+        # An idle engine takes no step that would notice what is past its time.
+        self.engine.retention.expire()
         snapshot = self.engine.snapshot()
         return InstanceFigures(
             num_running=snapshot.num_running,

@@ -1,4 +1,7 @@
-"""Times and counts of one request, for the process's metrics. Knows no text."""
+"""Times and counts of one request, and what is retained, for the process's metrics.
+
+Knows no text.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from kvferry.engine.request import RequestReport
 from kvferry.observe.metrics import EngineMetrics
 from kvferry.server.formats import Choice
 from kvferry.server.output import Delta
+from kvferry.server.retained import RetainedFigures
 
 
 class RequestMeter:
@@ -55,3 +59,21 @@ class RequestMeter:
         else:
             self._metrics.inter_token_latency_s.observe(now_s - last_s)
         self._last_token_s[choice] = now_s
+
+
+class RetainedMeter:
+    """Shows what is retained; counters advance by what has come since the last time."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._shown = RetainedFigures()
+
+    def show(self, figures: RetainedFigures) -> None:
+        """Show ``figures``, whose totals never go down."""
+        self._metrics.retained_blocks.set(figures.num_blocks)
+        self._metrics.retained_share.set(figures.share)
+        self._metrics.retained_evicted.inc(figures.num_evicted - self._shown.num_evicted)
+        for reason, total in figures.ends.items():
+            ended = total - self._shown.ends.get(reason, 0)
+            self._metrics.retention_ends.labels(reason).inc(ended)
+        self._shown = figures

@@ -26,6 +26,7 @@ from kvferry.protocol.signing import verify
 from kvferry.server.config import HttpConfig
 from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
+from kvferry.server.metering import RetainedMeter
 from kvferry.server.retained import RetainedFigures
 
 _log = get_logger(__name__)
@@ -123,6 +124,7 @@ class InstanceService:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._live_transfers: dict[TransferId, RequestId] = {}
         self._is_shutting_down = False
+        self.retained_meter = RetainedMeter(parts.metrics.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvferry.blocks.retention import RetentionLimits
 from kvferry.cli.engine import engine
 from kvferry.errors import ConfigError
 from kvferry.server import run as server_run
@@ -55,6 +56,7 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
         *("--receive-timeout-s", "7", "--max-held-share", "0.5", "--shutdown-timeout-s", "2"),
         *("--read-back-timeout-s", "3", "--prefill-timeout-s", "8"),
         *("--max-registered-share", "0.125", "--enable-dev-endpoints"),
+        *("--retention-s", "9", "--max-retained-share", "0.25", "--retention-renew"),
     )
     (config,) = started
     assert (config.model, config.served_model_names) == ("m", ("x",))
@@ -67,6 +69,8 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
     assert (engine_config.max_model_len, engine_config.num_threads) == (50, 3)
     assert (engine_config.dtype, engine_config.prefix_caching) == ("float32", False)
     assert engine_config.recompute_threshold_tokens == 5
+    assert (engine_config.retention_s, engine_config.max_retained_share) == (9.0, 0.25)
+    assert engine_config.retention_renews
     exchange = config.exchange
     assert (exchange.instance_id, exchange.control_port) == ("p0", 7)
     assert (exchange.handoff_lease_s, exchange.receive_timeout_s) == (6.0, 7.0)
@@ -93,6 +97,7 @@ def test_defaults_are_for_one_host(started: list[InstanceConfig]) -> None:
     assert first.exchange.control_host == "127.0.0.1"
     assert first.engine.kv_cache_bytes == 1024**3
     assert first.engine.prefix_caching
+    assert first.engine.retention_limits() == RetentionLimits(480.0, 0.5, renews_on_use=False)
     assert first.engine.num_threads == len(os.sched_getaffinity(0))
     assert first.exchange.instance_id != second.exchange.instance_id
     assert first.exchange.epoch != second.exchange.epoch

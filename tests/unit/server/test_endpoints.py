@@ -1,6 +1,7 @@
 import pytest
 
 from kvferry.server.config import HttpConfig
+from kvferry.server.retained import RetainedFigures
 from tests.unit.server.fakes import Figures, ScriptedEngine, says, serve
 
 
@@ -85,6 +86,25 @@ async def test_metrics_count_requests_and_tokens() -> None:
         "kvferry_num_requests_waiting 1.0",
         "kvferry_kv_cache_usage_perc 0.6",
         "kvferry_handoffs_held 2.0",
+    ):
+        assert line in lines
+
+
+async def test_metrics_show_what_is_retained() -> None:
+    async with serve(ScriptedEngine()) as served:
+        for figures in (
+            RetainedFigures(2, 6, 0.6, num_evicted=3, ends={"expired": 4, "cap": 1}),
+            RetainedFigures(1, 5, 0.5, num_evicted=5, ends={"expired": 6, "cap": 1}),
+        ):
+            served.figures = Figures(retained=figures)
+            async with served.client.get("/metrics") as response:
+                lines = (await response.text()).splitlines()
+    for line in (
+        "kvferry_retained_blocks 5.0",
+        "kvferry_retained_share 0.5",
+        "kvferry_retained_evicted_total 5.0",
+        'kvferry_retention_ends_total{reason="expired"} 6.0',
+        'kvferry_retention_ends_total{reason="cap"} 1.0',
     ):
         assert line in lines
 
