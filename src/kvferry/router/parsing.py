@@ -6,7 +6,7 @@ Everything that is not looked at here is for the engine to check.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -28,12 +28,23 @@ class RequestTraits:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A checked body. ``fields`` never holds transfer parameters; ``encoded`` is all of it."""
+    """A checked body. ``fields`` never holds transfer parameters."""
 
     fields: dict[str, msgspec.Raw]
-    encoded: bytes
     traits: RequestTraits
+    as_it_came: bytes | None
+    """The client's bytes; None where a field was changed since."""
     had_transfer_params: bool = False
+
+    @property
+    def encoded(self) -> bytes:
+        """The whole body."""
+        return msgspec.json.encode(self.fields) if self.as_it_came is None else self.as_it_came
+
+    def with_text(self, name: str, text: str) -> ParsedBody:
+        """Return this body with ``text`` as field ``name``; all other fields as they were."""
+        fields = self.fields | {name: msgspec.Raw(msgspec.json.encode(text))}
+        return replace(self, fields=fields, as_it_came=None)
 
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -59,8 +70,7 @@ def parse_body(body: bytes) -> ParsedBody:
         num_choices=max(_count(fields, "n"), _count(fields, "best_of")),
         num_prompts=_num_prompts(fields.get("prompt")),
     )
-    encoded = msgspec.json.encode(fields) if was_stripped else body
-    return ParsedBody(fields, encoded, traits, was_stripped)
+    return ParsedBody(fields, traits, None if was_stripped else body, was_stripped)
 
 
 def strip_transfer_params(fields: dict[str, msgspec.Raw]) -> bool:
