@@ -27,7 +27,7 @@ from kvferry.engine.sampler import Scores
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.threshold import make_threshold
 from kvferry.errors import FerryError
-from kvferry.protocol.ids import RequestId
+from kvferry.protocol.ids import BlockHash, RequestId
 from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -313,19 +313,21 @@ class EngineCore:
         self._receives.end(request)
         if handoff is None:
             self._sender.give_up(request)
-        self._retain(request, reason)
+        retained = self._hashes_to_retain(request, reason)
         self.scheduler.remove(request)
+        # With its blocks free again they are retained in the conversation's order.
+        self._retention.retain(retained, request.retention_s)
         self._send_last(request, reason, token_id, logprob, handoff, error)
 
-    def _retain(self, request: LiveRequest, reason: FinishReason) -> None:
-        """Keep prompt and answer for the conversation's next turn, where this instance answered.
+    def _hashes_to_retain(self, request: LiveRequest, reason: FinishReason) -> list[BlockHash]:
+        """Return what to keep for the conversation's next turn, where this instance answered.
 
         Also of an answer that was cut off, by a stop string or by its client: the next turn often
         begins with what there was of it.
         """
         if request.is_prefill or request.num_output_tokens == 0 or reason not in _RETAINED_ENDS:
-            return
-        self._retention.retain(self.scheduler.publish_all(request), request.retention_s)
+            return []
+        return self.scheduler.publish_all(request)
 
     def _send_last(  # noqa: PLR0913 - the output's optional fields
         self,
