@@ -9,6 +9,8 @@ import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from kvferry.testing.tiny_model import WIDE_SHAPE, make_tiny_model
+from tests.integration.deployment_client import Client, Json, body_of, fresh_prompt, salted
+from tests.integration.deployment_setup import Deployment
 from tests.integration.exchange_pair import Side, make_side
 
 
@@ -39,3 +41,27 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose handoffs are tens of MiB: 2 MiB a block of 16 tokens."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     return make_tiny_model(folder, num_layers=1, shape=WIDE_SHAPE)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[int]]:
+    """The prompt of a module's cases, and its right tokens."""
+    return {}
+
+
+@pytest.fixture
+async def case(
+    request: pytest.FixtureRequest,
+    client: Client,
+    deployment: Deployment,
+    known: dict[str, list[int]],
+) -> tuple[Json, list[int]]:
+    """A request that no cache knows, of the module's NUM_TOKENS, and its right tokens.
+
+    ``client`` and ``deployment`` are the module's own.
+    """
+    if not known:
+        known["prompt"] = fresh_prompt(request.module.NUM_TOKENS)
+        decode = next(p for p in deployment.instances if p.name.startswith("decode"))
+        known["right"] = await client.plain(decode, body_of(known["prompt"], 6))
+    return salted(body_of(known["prompt"], 6)), known["right"]

@@ -16,8 +16,6 @@ from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
-    body_of,
-    fresh_prompt,
     open_client,
     salted,
     wait_healthy,
@@ -54,22 +52,6 @@ async def client(deployment: Deployment) -> AsyncIterator[Client]:
         deployment.restore()
         await client.wait_whole(*deployment.instances)
         await wait_healthy(client, deployment["router"], 2)
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, list[int]]:
-    return {}
-
-
-@pytest.fixture
-async def case(
-    client: Client, deployment: Deployment, known: dict[str, list[int]]
-) -> tuple[Json, list[int]]:
-    """A request that no cache knows, and its right tokens."""
-    if not known:
-        known["prompt"] = fresh_prompt(NUM_TOKENS)
-        known["right"] = await client.plain(deployment["decode"], body_of(known["prompt"], 6))
-    return salted(body_of(known["prompt"], 6)), known["right"]
 
 
 async def handoffs_read(client: Client, deployment: Deployment) -> float:

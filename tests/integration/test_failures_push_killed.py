@@ -82,22 +82,6 @@ async def client(deployment: Deployment) -> AsyncIterator[Client]:
         await client.wait_whole(*deployment.instances)
 
 
-@pytest.fixture(scope="module")
-def known() -> dict[str, list[int]]:
-    return {}
-
-
-@pytest.fixture
-async def case(
-    client: Client, deployment: Deployment, known: dict[str, list[int]]
-) -> tuple[Json, list[int]]:
-    """A request that no cache knows, and its right tokens."""
-    if not known:
-        known["prompt"] = fresh_prompt(NUM_TOKENS)
-        known["right"] = await client.plain(deployment["decode"], body_of(known["prompt"], 6))
-    return salted(body_of(known["prompt"], 6)), known["right"]
-
-
 @dataclass(slots=True)
 class AtPoint:
     """A push that has got to a point. ``occupant`` keeps decode's pool full meanwhile."""

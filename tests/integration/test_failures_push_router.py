@@ -13,8 +13,6 @@ from tests.integration.deployment_client import (
     Answer,
     Client,
     Json,
-    body_of,
-    fresh_prompt,
     open_client,
     salted,
     wait_healthy,
@@ -59,22 +57,6 @@ async def client(deployment: Deployment) -> AsyncIterator[Client]:
         yield client
         deployment.restore()
         await client.wait_whole(*deployment.instances)
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, list[int]]:
-    return {}
-
-
-@pytest.fixture
-async def case(
-    client: Client, deployment: Deployment, known: dict[str, list[int]]
-) -> tuple[Json, list[int]]:
-    """A request that no cache knows, and its right tokens."""
-    if not known:
-        known["prompt"] = fresh_prompt(NUM_TOKENS)
-        known["right"] = await client.plain(deployment["decode-0"], body_of(known["prompt"], 6))
-    return salted(body_of(known["prompt"], 6)), known["right"]
 
 
 def begin(client: Client, router: Program, body: Json) -> asyncio.Task[Answer]:
