@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.clock import SystemClock
+from kvferry.clock import Clock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.service import Router
 from kvferry.testing.scripted_engine import ScriptedEngine
@@ -77,6 +77,7 @@ async def deployment(
     *,
     host: str = "127.0.0.1",
     capabilities: tuple[str, ...] | None = None,
+    clock: Clock | None = None,
     **options: Any,  # noqa: ANN401 - those of RouterConfig
 ) -> AsyncIterator[Deployment]:
     peers: dict[str, ScriptedEngine] = {}
@@ -95,7 +96,7 @@ async def deployment(
             port=0,
             **options,
         )
-        router = Router(config, clock=SystemClock())
+        router = Router(config, clock=clock or SystemClock())
         await router.start()
         stack.push_async_callback(router.stop)
         client = await stack.enter_async_context(aiohttp.ClientSession())

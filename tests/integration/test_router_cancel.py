@@ -22,11 +22,11 @@ class Caller:
         self._writer = writer
 
     @classmethod
-    async def call(cls, world: Deployment, body: dict[str, object]) -> Caller:
+    async def call(cls, world: Deployment, body: dict[str, object], path: str = PATH) -> Caller:
         host, _, port = world.router.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         encoded = json.dumps(body).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(encoded)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(encoded)}\r\n\r\n"
         writer.write(head.encode() + encoded)
         await writer.drain()
         return cls(reader, writer)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from kvferry.cli.router_options import conversation_options
+
+if TYPE_CHECKING:
+    from kvferry.router.config import ConversationConfig  # Help needs no router.
 
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
@@ -83,6 +89,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     type=click.IntRange(1),
     help="Pushes per decode instance whose prefill is not yet admitted or answered; more wait.",
 )
+@conversation_options
 @click.option(
     "--queue-timeout-s",
     default=30.0,
@@ -159,6 +166,7 @@ def router(
     decode_choice: str,
     decode_choice_progress: float,
     max_outstanding_handoffs: int,
+    conversations: ConversationConfig,
     queue_timeout_s: float,
     request_timeout_s: float,
     prefill_timeout_s: float,
@@ -193,6 +201,7 @@ def router(
         decode_choice=DecodeChoice(decode_choice),
         decode_choice_progress=decode_choice_progress,
         max_outstanding_handoffs=max_outstanding_handoffs,
+        conversations=conversations,
         queue_timeout_s=queue_timeout_s,
         request_timeout_s=request_timeout_s,
         prefill_timeout_s=prefill_timeout_s,

@@ -138,7 +138,10 @@ class Routes:
         """Answer with Prometheus' text."""
         del request
         text = self.tools.figures.render(
-            self.tools.fleet, self.tools.credits, self.admission.num_inflight
+            self.tools.fleet,
+            self.tools.credits,
+            self.admission.num_inflight,
+            self.tools.recall.num_remembered(),
         )
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

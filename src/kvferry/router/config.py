@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class OnPrefillFailure(enum.StrEnum):
@@ -30,6 +34,14 @@ class RouteMode(enum.StrEnum):
     """As ``AUTO``, but the choice is made among those that can push, where there are any."""
 
 
+class ReadBack(enum.StrEnum):
+    """Whether prefill is told who probably holds a conversation."""
+
+    AUTO = "auto"
+    """Where that is known, and both instances can read back."""
+    OFF = "off"
+
+
 class DecodeChoice(enum.StrEnum):
     """When a push's decode instance is chosen; the values are metric labels."""
 
@@ -37,6 +49,39 @@ class DecodeChoice(enum.StrEnum):
     """Together with the prefill instance: both legs are dispatched at once."""
     LATE = "late"
     """By load, once prefill has come some way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationConfig:
+    """Options of how conversations are recognised and used. Raises ``ConfigError``."""
+
+    id_headers: tuple[str, ...] = ("X-Session-ID", "X-Conversation-ID")
+    """Headers that may name a conversation, the first that is sent counts."""
+    tenant_header: str | None = None
+    """A header that names the tenant in place of the API key."""
+    max_conversations: int = 100_000
+    """Ids and turns that are remembered."""
+    conversation_ttl_s: float = 480.0
+    """How long, from the end of an answer: what instances retain by default."""
+    read_back: ReadBack = ReadBack.AUTO
+    """For requests that do not say themselves."""
+    holder_slack_requests: int = 4
+    """By how many requests the holder may be busier than another and still be chosen."""
+
+    def __post_init__(self) -> None:
+        if not self.max_conversations > 0:
+            raise ConfigError("--max-conversations must be greater than 0")
+        if not 0 < self.conversation_ttl_s < math.inf:
+            raise ConfigError("--conversation-ttl-s must be greater than 0")
+        if self.holder_slack_requests < 0:
+            raise ConfigError("--holder-slack-requests must not be negative")
+        for option, names in (
+            ("conversation-header", self.id_headers),
+            ("tenant-header", () if self.tenant_header is None else (self.tenant_header,)),
+        ):
+            for name in names:
+                if not _HEADER_NAME.fullmatch(name):
+                    raise ConfigError(f"--{option}: {name!r} is no name of a header")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +103,7 @@ class RouterConfig:
     """Late choice: the share of the prompt that is computed by then, 0 to 1."""
     max_outstanding_handoffs: int = 32
     """Pushes for one decode instance whose prefill is neither admitted nor answered."""
+    conversations: ConversationConfig = field(default_factory=ConversationConfig)
     queue_timeout_s: float = 30.0
     """How long a request waits for such a place."""
     request_timeout_s: float = 600.0

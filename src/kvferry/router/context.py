@@ -14,6 +14,8 @@ from kvferry.protocol.ids import TransferId
 from kvferry.router.answers import ErrorAnswer
 from kvferry.router.decider import Decision, PlainReason
 from kvferry.router.parsing import ParsedBody
+from kvferry.router.preference import HolderChoice
+from kvferry.router.recall import Conversation, Recollection
 
 
 class Outcome(enum.StrEnum):
@@ -64,6 +66,9 @@ class RequestContext:
     arrived_s: float
     """On the router's clock."""
     body: ParsedBody | None = None
+    conversation: Conversation | None = None
+    holder_choice: HolderChoice | None = None
+    """How the last choice of a decode instance went; None where no holder is known."""
     decision: Decision | None = None
     transfer: OpenTransfer | None = None
     """Set from before a prefill leg is sent until the handoff is known to have ended."""
@@ -86,6 +91,11 @@ class RequestContext:
     def finish_with_error(self, outcome: Outcome, error: ErrorAnswer) -> None:
         """End the request with an error of the router's own."""
         self.finish(outcome, error.as_response())
+
+    @property
+    def recollection(self) -> Recollection | None:
+        """What is remembered of the request's conversation."""
+        return None if self.conversation is None else self.conversation.recollection
 
     def parsed(self) -> ParsedBody:
         """Return the body. Only for steps after the one that parses it."""

@@ -42,6 +42,8 @@ class DecodeLeg:
         self._ends = ExitStack()
         self._ends.enter_context(tools.fleet.open_ticket(view.url, Role.DECODE))
         self._ends.enter_context(tools.figures.leg_seconds[Role.DECODE].time())
+        if context.holder_choice is not None:
+            tools.figures.holder_choices[context.holder_choice].inc()
         self._begin_limit_s: float | None = None
         self._begin_deadline: asyncio.Timeout | None = None
         self._whole: LegAnswer | None = None
@@ -95,6 +97,8 @@ class DecodeLeg:
         context = self._context
         if self._whole is not None:
             is_good = self._whole.status < 400
+            if is_good:
+                self._tools.note_answer(context, self.view)
             outcome = _good_outcome(context) if is_good else Outcome.BAD_REQUEST
             context.finish(outcome, passed_on(context, self._whole))
         elif self._response is not None:
@@ -105,18 +109,25 @@ class DecodeLeg:
         stream = ForwardedStream(
             status=response.status, headers=answer_headers(response.headers, context.request_id)
         )
+        # Before the client has anything: its next turn may come before this one is over here.
+        self._tools.note_answer(context, self.view)
         await stream.prepare(context.request)
         context.stream = stream
+        is_held = True
         try:
             read_some = partial(self._tools.upstream.read_some, response)
             await forward_stream(self._first, read_some, stream)
         except LegFailedError as failure:
+            is_held = False
             self._tools.note_failure(self.view, failure)
             error = answers.leg_failed("decode", str(failure))
             await end_stream_with_error(context.request, stream, error)
             context.finish(Outcome.DECODE_FAILED, stream)
         else:
             context.finish(_good_outcome(context), stream)
+        finally:
+            if is_held:  # Also where the client has left: the instance retains all the same.
+                self._tools.note_answer(context, self.view)
 
 
 def note_receiver(context: RequestContext, view: InstanceView) -> None:

@@ -27,7 +27,7 @@ class DecodeStep:
         failure: LegFailedError | None = None
         tried_urls: list[str] = []
         for attempt in range(MAX_ATTEMPTS_PER_LEG):
-            view = self._tools.choose(Role.DECODE, tried_urls)
+            view = self._tools.choose_decode(context, tried_urls)
             if view is None:
                 break
             tried_urls.append(view.url)
@@ -60,7 +60,8 @@ class DecodeStep:
         if context.offered is None or context.transfer is None:
             return context.parsed().encoded, context.headers
         tools = self._tools
-        body = tools.dialect.decode_body(context.parsed(), context.offered)
+        retention_s = tools.retention_s(context, view)
+        body = tools.dialect.decode_body(context.parsed(), context.offered, retention_s)
         headers = tools.signer.signed(context.headers, body, context.transfer.transfer_id)
         note_receiver(context, view)
         return body, headers

@@ -37,8 +37,13 @@ class Dialect(Protocol):
         mode: Mode,
         *,
         wants_progress: bool = False,
+        history: PeerAddress | None = None,
     ) -> bytes:
-        """Return the body of a prefill leg; ``wants_progress``: it may be told on the way."""
+        """Return the body of a prefill leg.
+
+        ``wants_progress``: it may be told on the way. ``history``: who probably holds blocks of
+        the prompt.
+        """
         ...
 
     def push_params(
@@ -47,8 +52,13 @@ class Dialect(Protocol):
         """Return the transfer parameters of a decode leg that ``peer`` pushes to."""
         ...
 
-    def decode_body(self, body: ParsedBody, offered: msgspec.Raw) -> bytes:
-        """Return the body of a decode leg that takes what prefill ``offered``."""
+    def decode_body(
+        self, body: ParsedBody, offered: msgspec.Raw, retention_s: float | None = None
+    ) -> bytes:
+        """Return the body of a decode leg that takes what prefill ``offered``.
+
+        ``retention_s``: for how long to retain; None leaves it to the instance.
+        """
         ...
 
     def offered_params(self, prefill_answer: bytes) -> msgspec.Raw | None:
@@ -95,9 +105,12 @@ class KvferryDialect:
         mode: Mode,
         *,
         wants_progress: bool = False,
+        history: PeerAddress | None = None,
     ) -> bytes:
         """Return the client's body, unstreamed, with the prefill role."""
-        params = KvTransferParams(transfer_id=transfer_id, role=Role.PREFILL, mode=mode)
+        params = KvTransferParams(
+            transfer_id=transfer_id, role=Role.PREFILL, mode=mode, history=history
+        )
         # The mode is written although it is the default: an engine reads what it is told.
         emitted = {**emit_params(params), "mode": mode.value}
         fields = body.fields | {
@@ -119,8 +132,14 @@ class KvferryDialect:
         emitted = {**emit_params(params), "on_failure": on_failure.value}
         return msgspec.Raw(msgspec.json.encode(emitted))
 
-    def decode_body(self, body: ParsedBody, offered: msgspec.Raw) -> bytes:
-        """Return the client's body with what prefill offered, byte for byte."""
+    def decode_body(
+        self, body: ParsedBody, offered: msgspec.Raw, retention_s: float | None = None
+    ) -> bytes:
+        """Return the client's body with what prefill offered, each of its fields as it came."""
+        if retention_s is not None:
+            fields = _fields_decoder.decode(offered)
+            fields["retention_s"] = msgspec.Raw(msgspec.json.encode(retention_s))
+            offered = msgspec.Raw(msgspec.json.encode(fields))
         return msgspec.json.encode(body.fields | {TRANSFER_FIELD: offered})
 
     def offered_params(self, prefill_answer: bytes) -> msgspec.Raw | None:

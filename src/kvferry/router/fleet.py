@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.params import Role
+from kvferry.protocol.params import PeerAddress, Role
 from kvferry.router.identity import InstanceIdentity
 
 
@@ -38,6 +38,16 @@ class InstanceView:
     num_inflight: int
     identity: InstanceIdentity | None = None
     """None while it is not known, or may have changed since."""
+
+    @property
+    def peer(self) -> PeerAddress | None:
+        """Who it is to other instances, as far as that is known."""
+        return None if self.identity is None else self.identity.peer
+
+    @property
+    def can_read_back(self) -> bool:
+        """Whether it is known to take part in read-backs."""
+        return self.identity is not None and self.identity.can_read_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,10 @@ class Fleet:
             self._turns[Role.PREFILL],
             self._turns[Role.DECODE],
         )
+
+    def view(self, url: str, role: Role) -> InstanceView | None:
+        """Return how ``url`` stands in ``role`` now, None where it does not take that role."""
+        return self._instances[url].view(role) if url in self._urls[role] else None
 
     def _views(self, role: Role) -> tuple[InstanceView, ...]:
         return tuple([self._instances[url].view(role) for url in self._urls[role]])

@@ -10,6 +10,7 @@ from msgspec import Meta
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Mode, PeerAddress
 
+HISTORY_CAPABILITY = "history"
 _Count = Annotated[int, Meta(ge=0)]
 
 
@@ -28,6 +29,11 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def can_push(self) -> bool:
         """Whether it takes part in handoffs by push."""
         return Mode.PUSH.value in self.capabilities
+
+    @property
+    def can_read_back(self) -> bool:
+        """Whether it takes part in read-backs, on either side."""
+        return HISTORY_CAPABILITY in self.capabilities
 
     @property
     def free_share(self) -> float:

@@ -14,6 +14,8 @@ from kvferry.router.context import Outcome
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import PlainReason
 from kvferry.router.fleet import Fleet, Health
+from kvferry.router.preference import HolderChoice
+from kvferry.router.recall import LookupResult
 
 __all__ = ["CONTENT_TYPE", "RouterFigures"]
 
@@ -41,6 +43,7 @@ class RouterFigures:
         self.leg_seconds = {role: self._group.leg_s.labels(role.value) for role in Role}
         self._declare_legs(metrics.registry)
         self._declare_handoffs(metrics.registry)
+        self._declare_conversations(metrics.registry)
         self._declare_times(metrics.registry)
 
     def _declare_legs(self, registry: CollectorRegistry) -> None:
@@ -95,6 +98,34 @@ class RouterFigures:
         self.cancels_told = cancels.labels("told")
         self.cancels_unreachable = cancels.labels("unreachable")
 
+    def _declare_conversations(self, registry: CollectorRegistry) -> None:
+        self._conversations = Gauge(
+            "kvferry_router_conversations",
+            "Ids and turns of conversations that are remembered",
+            registry=registry,
+        )
+        lookups = Counter(
+            "kvferry_router_conversation_lookups",
+            "Requests by how their conversation was found (id, prefix, miss, stale)",
+            ["result"],
+            registry=registry,
+        )
+        self.conversation_lookups = {
+            result: lookups.labels(result.value) for result in LookupResult
+        }
+        choices = Counter(
+            "kvferry_router_holder_choices",
+            "Decode legs of known conversations, by why they went where they did",
+            ["choice"],
+            registry=registry,
+        )
+        self.holder_choices = {choice: choices.labels(choice.value) for choice in HolderChoice}
+        self.history_hints = Counter(
+            "kvferry_router_history_hints",
+            "Prefill legs that were told who probably holds blocks of their prompt",
+            registry=registry,
+        )
+
     def _declare_times(self, registry: CollectorRegistry) -> None:
         self._step_s = Histogram(
             "kvferry_router_step_seconds",
@@ -134,9 +165,12 @@ class RouterFigures:
             bound = self._steps[step] = self._step_s.labels(step)
         bound.observe(seconds)
 
-    def render(self, fleet: Fleet, credits: HandoffCredits, num_inflight: int) -> bytes:
+    def render(
+        self, fleet: Fleet, credits: HandoffCredits, num_inflight: int, num_conversations: int
+    ) -> bytes:
         """Return all metrics as Prometheus' text; gauges are as they stand now."""
         self._group.inflight.set(num_inflight)
+        self._conversations.set(num_conversations)
         snapshot = fleet.snapshot()
         for view in (*snapshot.prefill, *snapshot.decode):
             healthy = 1 if view.health is Health.HEALTHY else 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.protocol.params import Role
 from kvferry.router.filters import Filter, apply_filters, excluding, usable
 from kvferry.router.fleet import FleetSnapshot, InstanceView
+from kvferry.router.preference import HolderChoice, Preference, prefer
 from kvferry.router.scorers import Scorer, best_scored, no_preference
 
 
@@ -36,6 +37,26 @@ def choose(
     ``excluded_urls`` leave before health is looked at, so that a retry may use a suspect instance
     when the only healthy one has just failed.
     """
-    filters = (excluding(excluded_urls), *policy.filters) if excluded_urls else policy.filters
-    candidates = apply_filters(snapshot.of(role), filters)
+    candidates = _candidates(snapshot, role, policy, excluded_urls)
     return pick_round_robin(best_scored(candidates, policy.scorers), snapshot.turn(role))
+
+
+def choose_near(
+    snapshot: FleetSnapshot,
+    policy: ChoicePolicy,
+    preference: Preference,
+    *,
+    excluded_urls: Collection[str] = (),
+) -> tuple[InstanceView | None, HolderChoice]:
+    """Return the instance for a decode leg, the holder of its conversation where that may be."""
+    candidates = _candidates(snapshot, Role.DECODE, policy, excluded_urls)
+    near, choice = prefer(candidates, preference)
+    turn = snapshot.turn(Role.DECODE)
+    return pick_round_robin(best_scored(near, policy.scorers), turn), choice
+
+
+def _candidates(
+    snapshot: FleetSnapshot, role: Role, policy: ChoicePolicy, excluded_urls: Collection[str]
+) -> Sequence[InstanceView]:
+    filters = (excluding(excluded_urls), *policy.filters) if excluded_urls else policy.filters
+    return apply_filters(snapshot.of(role), filters)

@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 class Pipeline:
-    """The steps of a request: parse, decide, push, prefill, decode; then the account of it."""
+    """The steps of a request, from parsing to the decode leg; then the account of it."""
 
     def __init__(self, steps: Sequence[Step], tools: StepTools, clock: Clock) -> None:
         self._steps = tuple(steps)

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import Mode, Role
+from kvferry.protocol.params import Mode, PeerAddress, Role
 from kvferry.router import answers
 from kvferry.router.config import OnPrefillFailure
 from kvferry.router.context import OpenTransfer, Outcome, RequestContext
@@ -56,11 +56,15 @@ class PrefillLeg:
     async def run(self) -> LegAnswer:
         """Return the answer, a success or a refusal. Raises ``LegFailedError``."""
         tools, context = self.tools, self.context
+        history = self._history()
+        if history is not None:
+            tools.figures.history_hints.inc()
         body = tools.dialect.prefill_body(
             context.parsed(),
             self.transfer_id,
             self.mode,
             wants_progress=self.on_progress is not None,
+            history=history,
         )
         headers = tools.signer.signed(context.headers, body, self.transfer_id)
         limit_s = tools.config.prefill_timeout_s
@@ -77,6 +81,12 @@ class PrefillLeg:
                 raise LegFailedError(
                     LegFailure.TIMEOUT, f"no answer within {limit_s:g} s"
                 ) from error
+
+    def _history(self) -> PeerAddress | None:
+        conversation = self.context.conversation
+        if conversation is None:
+            return None
+        return self.tools.recall.history_for(conversation, self.view)
 
     async def _read(self, response: aiohttp.ClientResponse) -> LegAnswer:
         upstream = self.tools.upstream

@@ -121,7 +121,8 @@ class PushAttempt:
         params = context.offered or tools.dialect.push_params(
             transfer_id, self._peer, self._on_failure()
         )
-        body = tools.dialect.decode_body(context.parsed(), params)
+        retention_s = tools.retention_s(context, view)
+        body = tools.dialect.decode_body(context.parsed(), params, retention_s)
         headers = tools.signer.signed(context.headers, body, transfer_id)
         note_receiver(context, view)
         if self._decode_leg is not None:
@@ -161,7 +162,7 @@ class PushAttempt:
         tools.note_failure(leg.view, failure)
         view = None
         if context.plain_reason is None and len(self._tried_decode_urls) < MAX_ATTEMPTS_PER_LEG:
-            view = tools.choose(Role.DECODE, self._tried_decode_urls, tools.push_policies)
+            view = tools.choose_decode(context, self._tried_decode_urls, tools.push_policies)
         if view is None:
             finish_without_decode(tools, context, failure)
         else:
@@ -177,7 +178,7 @@ class PushAttempt:
             self._choice_due.set_result(None)
 
     def _choose_late(self) -> None:
-        view = self._tools.choose(Role.DECODE, (), self._tools.push_policies)
+        view = self._tools.choose_decode(self._context, (), self._tools.push_policies)
         if view is None:
             self._context.plain_reason = PlainReason.NO_RECEIVER
             self._tools.end_transfer(self._context)

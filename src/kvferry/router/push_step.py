@@ -71,7 +71,7 @@ class PushStep:
         tools = self._tools
 
         def pick(full_urls: Collection[str]) -> InstanceView | None:
-            return tools.choose(Role.DECODE, full_urls, tools.push_policies)
+            return tools.choose_decode(context, full_urls, tools.push_policies)
 
         if pick(()) is None:
             context.decision = Decision(mode=Mode.PULL)

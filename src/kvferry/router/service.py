@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from kvferry.router.admission import Admission
 from kvferry.router.app import Routes
 from kvferry.router.cleanup import TransferCleanup
 from kvferry.router.config import DecodeChoice, RouterConfig
+from kvferry.router.conversation import Recogniser
+from kvferry.router.conversation_step import ConversationStep
+from kvferry.router.conversations import MemoryStore
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decode_step import DecodeStep
 from kvferry.router.dialect import KvferryDialect
@@ -32,6 +36,7 @@ from kvferry.router.picker import ChoicePolicy
 from kvferry.router.pipeline import Pipeline
 from kvferry.router.prefill_step import PrefillStep
 from kvferry.router.push_step import PushStep
+from kvferry.router.recall import Recall
 from kvferry.router.scorers import fewest_inflight, most_free_blocks
 from kvferry.router.signer import Signer
 from kvferry.router.steps import DecideStep, ParseStep, StepTools
@@ -107,9 +112,12 @@ class Router:
             policies={role: ChoicePolicy() for role in Role},
             push_policies=_push_policies(config.decode_choice),
             credits=HandoffCredits(config.max_outstanding_handoffs),
+            recall=self._recall(),
         )
+        recogniser = Recogniser(secrets.token_bytes(32), config.conversations.id_headers)
         steps = (
             ParseStep(tools),
+            ConversationStep(tools, recogniser),
             DecideStep(tools),
             PushStep(tools),
             PrefillStep(tools),
@@ -117,6 +125,11 @@ class Router:
         )
         pipeline = Pipeline(steps, tools, self._clock)
         return Routes(tools=tools, pipeline=pipeline, admission=self.admission, clock=self._clock)
+
+    def _recall(self) -> Recall:
+        options = self._config.conversations
+        store = MemoryStore(self._clock, max_entries=options.max_conversations)
+        return Recall(store, self.fleet, options)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         site = web.TCPSite(runner, self._config.host, self._config.port)

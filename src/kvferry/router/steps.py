@@ -1,4 +1,4 @@
-"""The steps before any leg: read and parse the body, decide how the request runs."""
+"""What steps work with, and those before any leg that read the body and decide how it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from kvferry.router.filters import can_push
 from kvferry.router.fleet import Fleet, InstanceView
 from kvferry.router.metrics import RouterFigures
 from kvferry.router.parsing import parse_body
-from kvferry.router.picker import ChoicePolicy, choose
+from kvferry.router.picker import ChoicePolicy, choose, choose_near
+from kvferry.router.preference import Preference
+from kvferry.router.recall import Recall
 from kvferry.router.signer import Signer
 from kvferry.router.upstream import LegFailedError, Upstream
 
@@ -56,6 +58,7 @@ class StepTools:
     push_policies: dict[Role, ChoicePolicy]
     """Among those that can push."""
     credits: HandoffCredits
+    recall: Recall
 
     def choose(
         self,
@@ -66,6 +69,37 @@ class StepTools:
         """Return the instance for the next attempt at a leg, None when none is left."""
         policy = (policies or self.policies)[role]
         return choose(self.fleet.snapshot(), role, policy, excluded_urls=tried_urls)
+
+    def choose_decode(
+        self,
+        context: RequestContext,
+        tried_urls: Collection[str],
+        policies: dict[Role, ChoicePolicy] | None = None,
+    ) -> InstanceView | None:
+        """Return the instance for a decode leg, the conversation's holder where that may be."""
+        context.holder_choice = None
+        recollection = context.recollection
+        if recollection is None or not recollection.is_same:
+            return self.choose(Role.DECODE, tried_urls, policies)
+        policy = (policies or self.policies)[Role.DECODE]
+        slack = self.config.conversations.holder_slack_requests
+        preference = Preference(recollection.holder.url, slack)
+        view, context.holder_choice = choose_near(
+            self.fleet.snapshot(), policy, preference, excluded_urls=tried_urls
+        )
+        return view
+
+    def note_answer(self, context: RequestContext, view: InstanceView) -> None:
+        """Remember that ``view`` answers the request, for the conversation's next turn."""
+        if context.conversation is not None:
+            self.recall.note_answer(context.conversation, view)
+
+    def retention_s(self, context: RequestContext, view: InstanceView) -> float | None:
+        """Return what ``view`` is to be told of retention; None where it is told nothing."""
+        conversation = context.conversation
+        if conversation is None or not view.can_read_back:
+            return None
+        return conversation.retention_s
 
     def end_transfer(self, context: RequestContext) -> None:
         """Have every instance told that the context's handoff has ended."""
@@ -118,13 +152,17 @@ class DecideStep:
         if self._tools.choose(Role.DECODE, []) is None:
             context.finish_with_error(Outcome.NO_INSTANCE, answers.no_instance("decode"))
             return
-        context.decision = decide(context.parsed().traits, may_push=self._may_push(wanted))
+        may_push = self._may_push(context, wanted)
+        context.decision = decide(context.parsed().traits, may_push=may_push)
         context.plain_reason = context.decision.plain_reason
 
-    def _may_push(self, wanted: RouteMode) -> bool:
+    def _may_push(self, context: RequestContext, wanted: RouteMode) -> bool:
         if wanted is RouteMode.PULL:
             return False
         tools = self._tools
         policies = tools.push_policies if wanted is RouteMode.PUSH else tools.policies
-        views = [tools.choose(role, (), policies) for role in Role]
+        views = (
+            tools.choose(Role.PREFILL, (), policies),
+            tools.choose_decode(context, (), policies),
+        )
         return all(view is not None and can_push(view) for view in views)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.router.config import RouterConfig, normalise_url
+from kvferry.router.config import ConversationConfig, RouterConfig, normalise_url
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,19 @@ def test_wrong_options_are_named(option: str, value: object) -> None:
     named = option.removesuffix("_urls").replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{named}"):
         RouterConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("max_conversations", 0, "max-conversations"),
+        ("conversation_ttl_s", 0.0, "conversation-ttl-s"),
+        ("conversation_ttl_s", float("nan"), "conversation-ttl-s"),
+        ("holder_slack_requests", -1, "holder-slack-requests"),
+        ("id_headers", ("X-Good", "no name"), "conversation-header: 'no name'"),
+        ("tenant_header", "", "tenant-header: ''"),
+    ],
+)
+def test_wrong_options_of_conversations_are_named(option: str, value: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{named}"):
+        ConversationConfig(**{option: value})  # type: ignore[arg-type]

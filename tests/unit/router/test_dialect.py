@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
@@ -29,6 +30,13 @@ def test_progress_is_asked_for_only_where_it_is_wanted() -> None:
         for wanted in (False, True)
     ]
     assert [body.get("kv_progress") for body in bodies] == [None, True]
+
+
+def test_prefill_is_told_who_probably_holds_the_history() -> None:
+    holder = PeerAddress(InstanceId("d"), Epoch(7), "tcp://[::1]:1")
+    encoded = KvferryDialect().prefill_body(_BODY, TransferId("x"), Mode.PUSH, history=holder)
+    params = parse_params(json.loads(encoded)["kv_transfer_params"])
+    assert (params.role, params.history) == (Role.PREFILL, holder)
 
 
 @pytest.mark.parametrize("on_failure", list(OnFailure))
@@ -64,6 +72,20 @@ def test_decode_body_carries_the_offer_byte_for_byte() -> None:
     encoded = dialect.decode_body(_BODY, offered)
     assert encoded.endswith(b'"kv_transfer_params":' + offer + b"}")
     assert json.loads(encoded)["stream_options"] == {"x": 1}
+
+
+@pytest.mark.parametrize("retention_s", [0.0, 12.5])
+def test_retention_is_added_to_an_offer_of_either_mode(retention_s: float) -> None:
+    dialect = KvferryDialect()
+    peer = PeerAddress(InstanceId("p"), Epoch(7), "tcp://h:1")
+    pushed = dialect.push_params(TransferId("x"), peer, OnFailure.RECOMPUTE)
+    body = json.loads(dialect.decode_body(_BODY, pushed, retention_s))
+    params = parse_params(body["kv_transfer_params"])
+    assert (params.retention_s, params.peer, params.mode) == (retention_s, peer, Mode.PUSH)
+    offer = msgspec.Raw(b'{"transfer_id" : "x", "future": [1.50, "\xe2\x80\xa8"]}')
+    encoded = dialect.decode_body(_BODY, offer, retention_s)
+    assert b'"future":[1.50, "\xe2\x80\xa8"]' in encoded
+    assert json.loads(encoded)["kv_transfer_params"]["retention_s"] == retention_s
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def test_draining_shows_in_the_snapshot() -> None:
     assert not fleet.snapshot().of(Role.DECODE)[0].is_draining
 
 
+def test_an_instance_is_viewed_in_its_roles_only() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    view = fleet.view("http://d", Role.DECODE)
+    assert view == fleet.snapshot().decode[0]
+    assert view is not None
+    assert (view.peer, view.can_read_back) == (None, False)
+    assert fleet.view("http://d", Role.PREFILL) is None
+    assert fleet.view("http://x", Role.DECODE) is None
+
+
 def test_other_urls_are_refused() -> None:
     with pytest.raises(LocalProtocolError, match="http://x"):
         Fleet(["http://p"], ["http://d"]).set_health("http://x", Health.DOWN)
