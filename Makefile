@@ -20,7 +20,7 @@ help: ## show this list
 .venv/.ready: pyproject.toml constraints.txt scripts/set_up.sh
 	@scripts/set_up.sh
 
-demo: .venv/.ready ## start prefill, decode and router, and chat through them
+demo: .venv/.ready ## start prefill, decode and router, chat through them, draw a picture
 	@.venv/bin/kvferry demo
 
 test: .venv/.ready ## every test but the long ones

@@ -5,12 +5,14 @@ Owns what is asked and what counts as right; prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client import CompletionClient, StreamedAnswer
 from kvferry.errors import MeasurementError
 
+CHAT_PATH = "/v1/chat/completions"
+_SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
 _SHIPS = ("Aurora", "Borealis", "Calypso", "Dorado", "Electra")
 _TOWNS = ("Bergen", "Cork", "Dover", "Esbjerg", "Gdansk", "Hull", "Izmir")
 
@@ -55,20 +57,63 @@ class ChatRow:
         return None
 
 
-def chat_messages(num_notes: int) -> list[dict[str, str]]:
-    """Return a chat whose prompt has ``num_notes`` lines of a ferry's logbook."""
-    lines = [
+def logbook(entries: range) -> list[str]:
+    """Return lines of a ferry's logbook."""
+    return [
         f"Entry {number}: the {_SHIPS[number % 5]} left {_TOWNS[number % 7]} "
         f"at {number % 24:02d}:{number * 7 % 60:02d} with {100 + number * 37 % 400} passengers."
-        for number in range(num_notes)
+        for number in entries
     ]
+
+
+def chat_messages(num_notes: int) -> list[dict[str, str]]:
+    """Return a chat whose prompt has ``num_notes`` lines of a ferry's logbook."""
+    lines = logbook(range(num_notes))
     question = "In one sentence, what is a ferry for?"
     if lines:
         question = "Which ship is named in the first entry, and where did it leave from?"
-    return [
-        {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
-        {"role": "user", "content": "\n".join([*lines, question])},
-    ]
+    return [_SYSTEM, {"role": "user", "content": "\n".join([*lines, question])}]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatScript:
+    """A chat of several turns: what the user says, whatever is answered."""
+
+    user_messages: tuple[str, ...]
+    max_tokens: int
+
+    @property
+    def path(self) -> str:
+        """Where it is posted to."""
+        return CHAT_PATH
+
+    @property
+    def num_turns(self) -> int:
+        """How often the user says something."""
+        return len(self.user_messages)
+
+    def fields(self, answers: Sequence[StreamedAnswer]) -> dict[str, object]:
+        """Return the body fields of the turn that follows ``answers``."""
+        messages = [_SYSTEM]
+        for number, content in enumerate(self.user_messages[: len(answers) + 1]):
+            messages.append({"role": "user", "content": content})
+            if number < len(answers):
+                messages.append({"role": "assistant", "content": answers[number].text})
+        return {"messages": messages, "max_tokens": self.max_tokens}
+
+
+def logbook_chat(notes: Sequence[int], max_tokens: int) -> ChatScript:
+    """Return a chat in which the user shows another page of a logbook every turn.
+
+    The page of turn i has ``notes[i]`` lines.
+    """
+    pages = []
+    for number, count in enumerate(notes):
+        begin = sum(notes[:number])
+        title = f"Page {number + 1} of the logbook:"
+        question = f"Which ship is named first on page {number + 1}?"
+        pages.append("\n".join([title, *logbook(range(begin, begin + count)), question]))
+    return ChatScript(tuple(pages), max_tokens)
 
 
 async def run_chats(
@@ -91,12 +136,11 @@ async def run_chats(
             "max_tokens": plan.max_tokens,
             "temperature": 0,
         }
-        url = "/v1/chat/completions"
         salted = {**body, "cache_salt": f"plain-{number}"}
-        plain = await client.stream(f"{plain_url}{url}", salted)
+        plain = await client.stream(f"{plain_url}{CHAT_PATH}", salted)
         for mode in plan.modes:
             salted = {**body, "cache_salt": f"{mode}-{number}"}
-            moved = await client.stream(f"{router_url}{url}", salted, mode=mode)
+            moved = await client.stream(f"{router_url}{CHAT_PATH}", salted, mode=mode)
             rows.append(_row(mode, moved, plain))
             on_row(rows[-1])
     return rows

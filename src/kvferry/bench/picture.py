@@ -23,19 +23,14 @@ _LOOKS = {
     # Colours that people who see few of them can still tell apart, by brightness and by mark.
     TurnArm.RECOMPUTE: ("recompute: reuse off", "#8a8a8a", "o", "-"),
     TurnArm.WARM: ("warm: prefill kept its cache", "#009e73", "s", "--"),
-    TurnArm.READ_BACK: ("read-back: prefill lost its cache", "#0072b2", "^", "-"),
-    TurnArm.READ_BACK_PUSH: ("read-back + push", "#d55e00", "D", "-"),
+    TurnArm.READ_BACK: ("read-back: reuse on", "#0072b2", "^", "-"),
+    TurnArm.READ_BACK_PUSH: ("read-back + push: reuse on", "#d55e00", "D", "-"),
 }
-
-
-def can_draw() -> bool:
-    """Whether there is something to draw with."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_drawing() -> None:
     """Raise ``ConfigError`` if there is nothing to draw with."""
-    if not can_draw():
+    if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture needs matplotlib, which the extra `plot` installs: pip install "
             "'kvferry[plot]'"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import aiohttp
 import click
 
 from kvferry.bench.chats import ChatPlan, ChatRow, complaints, run_chats
 from kvferry.bench.client import CompletionClient
+from kvferry.bench.picture import require_drawing
+from kvferry.bench.turns import TurnSample
+from kvferry.cli.bench_turns import resettable, targets_of
+from kvferry.cli.demo_conversation import converse, show_conversation, write_picture
 from kvferry.cli.deployment import run_to_end, say, with_deployment
 from kvferry.cli.topology_options import topology_options
 from kvferry.clock import SystemClock
@@ -25,18 +30,28 @@ _SHOWN_CHARS = 36
 
 
 @click.command()
+@click.option(
+    "--picture",
+    "picture_path",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Where to draw the conversation's TTFT.  [default: kvferry-turns.png]",
+)
 @topology_options
-def demo(*, topology: Topology, verbose: bool) -> None:
+def demo(*, topology: Topology, verbose: bool, picture_path: Path | None) -> None:
     """Start prefill, decode and router, chat through them, and check every token.
 
     Each chat is answered by pull and by push, and on one plain instance, which must give the same
-    tokens; for that the demo computes in float32 unless told otherwise. Ends with ``demo: ok``, or
-    with what went wrong.
+    tokens; for that the demo computes in float32 unless told otherwise. Then a conversation of four
+    turns is held with reuse off and on, and drawn. Ends with ``demo: ok``, or with what went wrong.
     """
+    if picture_path is not None:
+        require_drawing()
     if topology.dtype is None:
         topology = replace(topology, dtype="float32")
-    wrong, footprint = run_to_end(with_deployment(topology, _chat, verbose=verbose))
-    wrong += [f"still there: {what}" for what in remaining(footprint)]
+    shown = run_to_end(with_deployment(resettable(topology), _show, verbose=verbose))
+    subtitle = f"{topology.model}, {topology.dtype}; four turns, prefill loses its cache between"
+    write_picture(shown.turns, picture_path, subtitle=subtitle)
+    wrong = shown.wrong + [f"still there: {what}" for what in remaining(shown.footprint)]
     if wrong:
         for complaint in wrong:
             say(f"demo: {complaint}")
@@ -45,23 +60,40 @@ def demo(*, topology: Topology, verbose: bool) -> None:
     click.echo("demo: ok")
 
 
-async def _chat(deployment: Deployment) -> tuple[list[str], Footprint]:
-    plan = ChatPlan()
-    click.echo(_HEADER)
-    # Headers are bounded by the deadline of all chats together.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What came of everything that the demo shows."""
+
+    wrong: list[str]
+    turns: list[TurnSample]
+    footprint: Footprint
+
+
+async def _show(deployment: Deployment) -> Shown:
+    # Headers are bounded by the deadline of everything together.
     timeout = aiohttp.ClientTimeout(total=None)
     try:
         async with asyncio.timeout(_DEADLINE_S), aiohttp.ClientSession(timeout=timeout) as session:
-            rows = await run_chats(
-                CompletionClient(session, SystemClock()),
-                deployment.router_url,
-                deployment.urls(Role.PREFILL)[0],
-                plan,
-                on_row=lambda row: click.echo(format_row(row)),
-            )
+            client = CompletionClient(session, SystemClock())
+            wrong = await _chat(client, deployment)
+            turns = await converse(client, targets_of(deployment))
     except TimeoutError as error:
         raise MeasurementError(f"the chats took longer than {_DEADLINE_S:.0f} s") from error
-    return complaints(rows, plan), footprint_of(deployment)
+    wrong += show_conversation(turns)
+    return Shown(wrong, turns, footprint_of(deployment))
+
+
+async def _chat(client: CompletionClient, deployment: Deployment) -> list[str]:
+    plan = ChatPlan()
+    click.echo(_HEADER)
+    rows = await run_chats(
+        client,
+        deployment.router_url,
+        deployment.urls(Role.PREFILL)[0],
+        plan,
+        on_row=lambda row: click.echo(format_row(row)),
+    )
+    return complaints(rows, plan)
 
 
 def format_row(row: ChatRow) -> str:

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.chats import ChatPlan, ChatRow, chat_messages, complaints, run_chats
-from kvferry.bench.client import CompletionClient
+from kvferry.bench.chats import (
+    ChatPlan,
+    ChatRow,
+    chat_messages,
+    complaints,
+    logbook_chat,
+    run_chats,
+)
+from kvferry.bench.client import CompletionClient, StreamedAnswer
 from kvferry.errors import MeasurementError
 from tests.unit.bench.conftest import ServeAnswer, with_mode
 
@@ -109,3 +116,34 @@ def test_notes_lengthen_the_prompt_and_come_first() -> None:
     assert long.count("Entry ") == 5
     assert long.splitlines()[0].startswith("Entry 0: the Aurora left Bergen")
     assert long.splitlines()[-1].endswith("?")
+
+
+def _said(text: str) -> StreamedAnswer:
+    return StreamedAnswer(
+        sent_s=0.0,
+        first_byte_s=1.0,
+        token_ids=(1,),
+        token_times_s=(1.0,),
+        text=text,
+        finish_reason="stop",
+        ended_s=1.0,
+        report=None,
+    )
+
+
+def test_a_chat_of_several_turns_repeats_what_was_said_and_goes_on() -> None:
+    script = logbook_chat((2, 3, 1), max_tokens=5)
+    assert (script.num_turns, script.path) == (3, "/v1/chat/completions")
+    first: Any = script.fields([])
+    assert first["max_tokens"] == 5
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    third: Any = script.fields([_said("one"), _said("two")])
+    assert [message["role"] for message in third["messages"]] == [
+        "system",
+        *("user", "assistant") * 2,
+        "user",
+    ]
+    assert third["messages"][:2] == first["messages"]
+    assert [third["messages"][place]["content"] for place in (2, 4)] == ["one", "two"]
+    pages = [message["content"] for message in third["messages"][1::2]]
+    assert ["Entry 0:" in pages[0], "Entry 2:" in pages[1], "Entry 5:" in pages[2]] == [True] * 3

@@ -1,9 +1,18 @@
-"""The demo's table row."""
+"""The demo's table row, and how the demo ends."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from kvferry.bench.chats import ChatRow
-from kvferry.cli.demo import _HEADER, format_row
+from kvferry.bench.turns_plan import TurnArm
+from kvferry.cli.demo import _HEADER, Shown, format_row
+from kvferry.cli.main import run
+from kvferry.cluster.leftovers import Footprint
+from kvferry.cluster.topology import Topology
+from tests.unit.bench.turns_deployment import sample_of
 
 
 def _row(*, is_same: bool, text: str, transport: str = "nixl") -> ChatRow:
@@ -40,3 +49,36 @@ def test_difference_stands_out_and_long_answers_are_cut() -> None:
     assert " NO " in shown
     assert shown.endswith("y…")
     assert len(shown) < 130
+
+
+_NOTHING = Footprint(pids=frozenset(), addresses=frozenset(), shared_memory=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "end"), [([], 0, "demo: ok"), (["turn 2: gone"], 1, "demo: failed")]
+)
+def test_a_complaint_is_said_and_fails_the_demo(
+    wrong: list[str],
+    code: int,
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[Topology] = []
+    turns = [sample_of(TurnArm.RECOMPUTE, 1, 0.1)]
+
+    def start(topology: Topology, *_: object, **__: object) -> None:
+        started.append(topology)
+
+    monkeypatch.setattr("kvferry.cli.demo.with_deployment", start)
+    monkeypatch.setattr(
+        "kvferry.cli.demo.run_to_end", lambda work: Shown(list(wrong), turns, _NOTHING)
+    )
+    picture = tmp_path / "turns.png"
+    assert run(["demo", "--picture", str(picture)]) == code
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [f"picture: {picture}", end]
+    assert shown.err == "".join(f"demo: {complaint}\n" for complaint in wrong)
+    assert started[0].dtype == "float32"
+    assert "--enable-dev-endpoints" in started[0].prefill[0].arguments
