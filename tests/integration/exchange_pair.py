@@ -16,7 +16,7 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
-from kvferry.connector.ports import HandoffOffer, PromptIdentity, ReceiveResult
+from kvferry.connector.ports import ConnectorSnapshot, HandoffOffer, PromptIdentity, ReceiveResult
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.layout import KVLayout
@@ -129,5 +129,6 @@ def wait_whole(*sides: Side) -> None:
         deadline.wait(0.01)
     for side in sides:
         assert_whole(side.pool)
-        snapshot = dataclasses.replace(side.exchange.snapshot(), outcomes={})
-        assert dataclasses.astuple(snapshot) == (0, 0, 0, 0, {})
+        snapshot = side.exchange.snapshot()
+        snapshot = dataclasses.replace(snapshot, outcomes={}, num_peers_resting=0)
+        assert snapshot == ConnectorSnapshot()
