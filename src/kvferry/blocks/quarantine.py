@@ -44,8 +44,15 @@ class Quarantine:
 
     @property
     def is_full(self) -> bool:
-        """Whether the share is used up: start no transfer with a peer that has entries here."""
+        """Whether the share is used up."""
         return not self.has_room(1)
+
+    def is_closed_to(self, peer: str) -> bool:
+        """Whether to start nothing with ``peer``: the share is used up, and some of it is its.
+
+        Others go on: what is in quarantine is no sign that they would add to it.
+        """
+        return self.is_full and self.num_entries(peer) > 0
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether ``num_blocks`` more would stay within the share."""

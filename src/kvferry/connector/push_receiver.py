@@ -137,9 +137,9 @@ class PushReceiver:
         fill = self._fills.get(transfer_id)
         if fill is None or fill.state is not FillState.ANNOUNCED:
             raise LocalProtocolError(f"receive of {transfer_id} was not begun, or is under way")
-        if self._quarantine.num_blocks and self._quarantine.is_full:
+        if self._quarantine.is_closed_to(fill.peer.instance_id):
             fill.outcome = ReceiveOutcome.DECLINED
-            fill.detail = "too many blocks are in quarantine to start another transfer"
+            fill.detail = "too many blocks are in quarantine to start another with this peer"
             return self._step(fill, FillEvent.DEADLINE)
         fill.blocks = tuple(blocks)
         fill.first_block = first_block

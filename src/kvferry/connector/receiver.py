@@ -143,9 +143,9 @@ class ReceivePlanner:
         receive.started_s = self._clock.monotonic_s()
         receive.deadline_s = receive.started_s + receive.timeout_s
         effects = self._step(receive, ReceiveEvent.BLOCKS_GIVEN)
-        if self._quarantine.num_blocks and self._quarantine.is_full:
+        if self._quarantine.is_closed_to(receive.peer.instance_id):
             receive.outcome = ReceiveOutcome.DECLINED
-            receive.detail = "too many blocks are in quarantine to start another transfer"
+            receive.detail = "too many blocks are in quarantine to start another with this peer"
             return self._step(receive, ReceiveEvent.DEADLINE)
         return effects
 

@@ -68,8 +68,11 @@ def test_entering_is_never_refused_but_fullness_shows(
     quarantine.enter("xfer-2", "peer", blocks[3:])
     assert quarantine.is_full
     assert quarantine.num_blocks == 6
+    assert quarantine.is_closed_to("peer")
+    assert not quarantine.is_closed_to("another")
     quarantine.leave("xfer-1")
     assert not quarantine.is_full
+    assert not quarantine.is_closed_to("peer")
 
 
 def test_a_block_of_two_transfers_counts_once(pool: BlockPool, quarantine: Quarantine) -> None:

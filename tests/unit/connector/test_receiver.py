@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvferry.connector.effects import (
@@ -17,7 +18,7 @@ from kvferry.connector.effects import (
 from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockNumber, InstanceId, TransferId
 from kvferry.protocol.messages import Declined, DeclineReason, ReleaseOutcome
 from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, grant, make_world
 
@@ -216,17 +217,22 @@ def test_an_announced_request_keeps_the_peer_holding_but_not_for_ever() -> None:
     world.assert_idle()
 
 
-def test_a_full_quarantine_starts_no_transfer() -> None:
+@pytest.mark.parametrize("is_same_peer", [True, False])
+def test_a_full_quarantine_starts_no_transfer_with_its_peer(*, is_same_peer: bool) -> None:
     world = make_world(num_blocks=8, max_quarantine_share=0.25)
     blocks, _ = start(world)
     answer(world)
     world.planner.end_receive(TRANSFER, needed=True)
     other = TransferId("xfer-2")
-    world.planner.begin_receive(other, PEER, PROMPT)
+    another = msgspec.structs.replace(PEER, instance_id=InstanceId("prefill-9"))
+    world.planner.begin_receive(other, PEER if is_same_peer else another, PROMPT)
     again = world.pool.allocate(3)
     effects = world.planner.receive(other, again, 0)
-    assert not any(isinstance(e, SendAcquire) for e in effects)
-    assert only_outcome(world) is ReceiveOutcome.DECLINED
+    assert any(isinstance(e, SendAcquire) for e in effects) is not is_same_peer
+    if is_same_peer:
+        assert only_outcome(world) is ReceiveOutcome.DECLINED
+    else:
+        world.planner.end_receive(other, needed=True)
     world.pool.drop(blocks)
     world.pool.drop(again)
 
