@@ -37,10 +37,18 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCheck:
-    """How many answers were compared with another arm's to the same prompt, and which differ."""
+    """An arm's answers beside another's to the same prompts."""
 
+    arm: TurnArm
+    reference: TurnArm
     num_compared: int
     different: tuple[TurnSample, ...]
+    """Those of ``arm`` that are not the same."""
+
+    @property
+    def num_same(self) -> int:
+        """How many are the same."""
+        return self.num_compared - len(self.different)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,23 +119,33 @@ def _comparison(
     )
 
 
-def check_answers(samples: Sequence[TurnSample]) -> AnswerCheck:
-    """Compare every arm's answers with the first arm's, as long as their prompts are the same.
+def check_answers(samples: Sequence[TurnSample]) -> list[AnswerCheck]:
+    """Compare each arm's answers with those of the arms before it that read nothing back.
 
     An answer is part of the next prompt, so what follows a different one is not compared.
     """
+    arms = _arms(samples)
+    return [
+        _check(samples, arm, reference)
+        for number, reference in enumerate(arms)
+        for arm in arms[number + 1 :]
+        if not reference.reads_back or number == 0
+    ]
+
+
+def _check(samples: Sequence[TurnSample], arm: TurnArm, reference: TurnArm) -> AnswerCheck:
     num_compared = 0
     different: list[TurnSample] = []
-    arms = _arms(samples)
-    for arm in arms[1:]:
-        for key in sorted({(s.repeat, s.conversation) for s in samples if s.arm is arm}):
-            pairs = zip(_held(samples, arm, key), _held(samples, arms[0], key), strict=False)
-            for ours, theirs in pairs:
-                num_compared += 1
-                if ours.answer != theirs.answer:
-                    different.append(ours)
-                    break
-    return AnswerCheck(num_compared=num_compared, different=tuple(different))
+    for key in sorted({(s.repeat, s.conversation) for s in samples if s.arm is arm}):
+        pairs = zip(_held(samples, arm, key), _held(samples, reference, key), strict=False)
+        for ours, theirs in pairs:
+            num_compared += 1
+            if ours.answer != theirs.answer:
+                different.append(ours)
+                break
+    return AnswerCheck(
+        arm=arm, reference=reference, num_compared=num_compared, different=tuple(different)
+    )
 
 
 def _held(samples: Sequence[TurnSample], arm: TurnArm, key: tuple[int, int]) -> list[TurnSample]:
@@ -172,7 +190,6 @@ def turns_record(
     samples: Sequence[TurnSample], arguments: dict[str, object], rng: random.Random
 ) -> dict[str, object]:
     """Return the JSON record: machine, arguments, summaries, comparisons, answers, raw samples."""
-    check = check_answers(samples)
     return {
         "record": "turns",
         "version": TURNS_RECORD_VERSION,
@@ -185,14 +202,21 @@ def turns_record(
             if (found := _at(samples, turn, arm))
         ],
         "comparisons": [dataclasses.asdict(item) for item in compare_turns(samples, rng)],
-        "answers": {
-            "num_compared": check.num_compared,
-            "different": [
-                {name: getattr(sample, name) for name in ("arm", "repeat", "conversation", "turn")}
-                for sample in check.different
-            ],
-        },
+        "answers": [_shown_check(check) for check in check_answers(samples)],
         "samples": [dataclasses.asdict(sample) for sample in samples],
+    }
+
+
+def _shown_check(check: AnswerCheck) -> dict[str, object]:
+    return {
+        "arm": check.arm.value,
+        "reference": check.reference.value,
+        "num_compared": check.num_compared,
+        "num_same": check.num_same,
+        "different": [
+            {name: getattr(sample, name) for name in ("repeat", "conversation", "turn")}
+            for sample in check.different
+        ],
     }
 
 
@@ -226,7 +250,10 @@ def turns_table(samples: Sequence[TurnSample], rng: random.Random) -> str:
     comparisons = compare_turns(samples, rng)
     if comparisons:
         parts += [_comparisons_table(comparisons), _COMPARISONS_LEGEND]
-    return "\n\n".join([*parts, *_answer_lines(check_answers(samples))])
+    checks = check_answers(samples)
+    if checks:
+        parts += [_answers_table(checks), _ANSWERS_LEGEND]
+    return "\n\n".join(parts)
 
 
 _MEDIANS_LEGEND = (
@@ -237,6 +264,9 @@ _COMPARISONS_LEGEND = (
     "ratios of median TTFTs and difference of medians, [95 % interval]; limit of the difference: "
     f"{COPIES_ALLOWED:g} plain copies of the bytes that were read back, and "
     f"{1e3 * ALLOWED_S:g} ms"
+)
+_ANSWERS_LEGEND = (
+    "answers to the same prompts; in float32 they are the same, in bfloat16 near ties may differ"
 )
 
 
@@ -292,14 +322,9 @@ def _interval(item: Ratio | Interval | None, shown: Callable[[float], str]) -> s
     return f"{shown(item.estimate)} [{shown(item.low)}, {shown(item.high)}]"
 
 
-def _answer_lines(check: AnswerCheck) -> list[str]:
-    if not check.num_compared:
-        return []
-    num_same = check.num_compared - len(check.different)
-    line = f"answers: {num_same} of {check.num_compared} are the same as the first arm's"
-    if check.different:
-        line += "; different: " + ", ".join(
-            f"{s.arm} at turn {s.turn} with {s.num_history_tokens} tokens of history"
-            for s in check.different
-        )
-    return [line]
+def _answers_table(checks: Sequence[AnswerCheck]) -> str:
+    rows = [
+        [check.arm.value, check.reference.value, str(check.num_compared), str(check.num_same)]
+        for check in checks
+    ]
+    return format_table(["answers of", "beside those of", "compared", "the same"], rows)

@@ -80,7 +80,11 @@ def test_record_is_json_with_every_sample_and_summary() -> None:
     assert read_back["ttft_s"]["median"] == pytest.approx(0.101)
     assert read_back["num_read_back_tokens"] == 1000
     assert (read_back["num_turns_read_back"], read_back["outcomes"]) == (3, {"received": 3})
-    assert record["answers"] == {"num_compared": 27, "different": []}
+    pairs = [("warm", "recompute"), ("read-back", "recompute"), ("read-back+push", "recompute")]
+    pairs += [("read-back", "warm"), ("read-back+push", "warm")]
+    assert [(item["arm"], item["reference"]) for item in record["answers"]] == pairs
+    assert {(item["num_compared"], item["num_same"]) for item in record["answers"]} == {(9, 9)}
+    assert [item["different"] for item in record["answers"]] == [[]] * 5
     assert len(record["comparisons"]) == 4
 
 
@@ -93,7 +97,7 @@ def test_table_shows_medians_and_comparisons() -> None:
     assert len(compared) == 2
     assert compared[0].split()[2:4] == ["read-back", "1.247"]
     assert compared[0].split()[-1] == "35.0"
-    assert lines[-1] == "answers: 27 of 27 are the same as the first arm's"
+    assert lines[-3].split() == ["read-back+push", "warm", "9", "9"]
 
 
 def _with_answers(answers: dict[tuple[TurnArm, int], tuple[int, ...]]) -> list[TurnSample]:
@@ -105,16 +109,25 @@ def _with_answers(answers: dict[tuple[TurnArm, int], tuple[int, ...]]) -> list[T
 
 
 def test_answers_are_compared_until_they_differ() -> None:
-    check = check_answers(_with_answers({(TurnArm.READ_BACK, 2): (9,)}))
-    assert check.num_compared == 2
+    samples = _with_answers({(TurnArm.READ_BACK, 2): (9,)})
+    (check,) = check_answers(samples)
+    assert (check.arm, check.reference) == (TurnArm.READ_BACK, TurnArm.RECOMPUTE)
+    assert (check.num_compared, check.num_same) == (2, 1)
     assert [(sample.arm, sample.turn) for sample in check.different] == [(TurnArm.READ_BACK, 2)]
-    shown = turns_table(_with_answers({(TurnArm.READ_BACK, 2): (9,)}), random.Random(1))
-    assert shown.splitlines()[-1] == (
-        "answers: 1 of 2 are the same as the first arm's; "
-        "different: read-back at turn 2 with 1000 tokens of history"
-    )
-    assert check_answers(_with_answers({})).num_compared == 3
-    assert check_answers(_with_answers({})[:3]).num_compared == 0
+    assert _record(samples)["answers"][0]["different"] == [
+        {"repeat": 0, "conversation": 0, "turn": 2}
+    ]
+    (check,) = check_answers(_with_answers({}))
+    assert (check.num_compared, check.num_same) == (3, 3)
+
+
+def test_one_arm_has_no_answers_to_compare_and_read_backs_compare_with_the_first() -> None:
+    alone = [sample_of(TurnArm.READ_BACK, turn, 0.1) for turn in (1, 2)]
+    assert check_answers(alone) == []
+    assert "answers of" not in turns_table(alone, random.Random(1))
+    both = [*alone, *(sample_of(TurnArm.READ_BACK_PUSH, turn, 0.1) for turn in (1, 2))]
+    (check,) = check_answers(both)
+    assert (check.arm, check.reference) == (TurnArm.READ_BACK_PUSH, TurnArm.READ_BACK)
 
 
 def test_curves_are_medians_by_prompt_length() -> None:
