@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -14,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
-from kvferry.errors import ConfigError, RequestError
+from kvferry.errors import ConfigError, LocalProtocolError, RequestError, TransferError
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
-from kvferry.protocol.ids import Epoch, InstanceId, TransferId
+from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery, Renew
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.transport.base import Link
 from tests.integration.exchange_pair import LAYOUT, PROMPT, Side, make_side, pair, wait_whole
 
 TRANSFER = TransferId("xfer-1")
@@ -156,6 +158,34 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
                 decode.exchange.begin_receive(
                     TRANSFER, PeerAddress(InstanceId("x"), Epoch(1), address), PROMPT
                 )
+
+
+@pytest.mark.parametrize("kind", ["pull", "push", "history"])
+def test_a_peer_to_whom_no_link_can_be_opened_costs_no_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """The engine hears of it, and nothing is left open."""
+    with pair() as (prefill, decode):
+
+        def fail(*_: object, **__: object) -> Link:
+            raise TransferError("there is no room for another link")
+
+        monkeypatch.setattr(decode.transport, "open_link", fail)
+        peer, blocks = prefill.exchange.address, decode.pool.allocate(8)
+        if kind == "history":
+            decode.exchange.contact(peer)
+            decode.exchange.read_history(peer, [BlockHash(b"h" * 32)] * 8, blocks, 1)
+        else:
+            decode.exchange.begin_receive(TRANSFER, peer, PROMPT, mode=Mode(kind))
+            with contextlib.suppress(LocalProtocolError):  # A push may have failed by now.
+                decode.exchange.receive(TRANSFER, blocks, 0)
+        result = decode.wait_result()
+        assert result.outcome is ReceiveOutcome.UNREACHABLE
+        assert "no room for another link" in result.detail
+        decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
+    assert "a bug in kvferry" not in caplog.text
+    assert "did not stop" not in caplog.text
 
 
 def test_ipv6_works() -> None:

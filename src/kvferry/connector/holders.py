@@ -5,6 +5,7 @@ Bounded in number; a lost peer rests before it is tried again. Runs on the mover
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -77,19 +78,23 @@ class Holders:
         return min((d for d in deadlines if d is not None), default=None)
 
     def contact(self, peer: PeerAddress) -> None:
-        """Shake hands with ``peer``, unless that was done."""
-        self._session(peer)
+        """Shake hands with ``peer``, unless that was done.
+
+        Where it cannot be tried, whoever sends to the peer is told.
+        """
+        with contextlib.suppress(FerryError):
+            self._session(peer)
 
     def send(self, effect: Sendable) -> None:
         """Send to the effect's peer, when the handshake is done."""
         try:
-            self._handle(self._session(effect.peer).submit(effect))
+            events = self._session(effect.peer).submit(effect)
         except FerryError as error:
-            if isinstance(effect, SendRelease):
-                raise
+            # Nothing was sent: what the peer was not told of, it can neither fill nor hold.
             lost = PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
-            # There is no session, so the peer was told of no blocks.
-            self._handle([lost, PeerQuiet(effect.transfer_id)])
+            is_release = isinstance(effect, SendRelease)
+            events = [] if is_release else [lost, PeerQuiet(effect.transfer_id)]
+        self._handle(events)
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""
@@ -183,7 +188,11 @@ class Holders:
     def _open_session(self, peer: PeerAddress) -> Session:
         parts, own = self._parts, self._parts.hello
         client = ControlClient(self._context, peer.control_address, self._count_malformed)
-        link = parts.transport.open_link(peer.instance_id, peer_writes=False)
+        try:
+            link = parts.transport.open_link(peer.instance_id, peer_writes=False)
+        except FerryError:
+            client.close()
+            raise
         hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
         timeout_s, verifies = parts.config.control_timeout_s, parts.digester is not None
         session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
