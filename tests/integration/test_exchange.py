@@ -153,7 +153,9 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
     with pytest.raises(ConfigError, match="cluster key"):
         make_side("exposed", control_host="0.0.0.0")
     with pair() as (_, decode):
-        for address in ("tcp://192.0.2.1:5000", "ipc:///tmp/x", "tcp://127.0.0.1", "inproc://x"):
+        refused = ("tcp://192.0.2.1:5000", "ipc:///tmp/x", "tcp://127.0.0.1", "inproc://x")
+        ports = ("0", "65536", "-1", "http", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 5000)
+        for address in (*refused, *(f"tcp://127.0.0.1:{port}" for port in ports)):
             with pytest.raises(RequestError, match="control_address"):
                 decode.exchange.begin_receive(
                     TRANSFER, PeerAddress(InstanceId("x"), Epoch(1), address), PROMPT
