@@ -204,11 +204,11 @@ class HistoryWalk(RuleBasedStateMachine):
         assert self.serving in (0, 1)
 
     def teardown(self) -> None:
-        for name, (_, blocks) in self.asked.items():
-            self.run(self.planners[READER].end_receive(name, needed=True))
+        for asked, (_, blocks) in self.asked.items():
+            self.run(self.planners[READER].end_receive(asked, needed=True))
             self.pools[READER].drop(blocks)
-        for name in list(self.reads):
-            event = ReadEnded(name, ReadStatus.FAILED, self.clock.monotonic_s())
+        for reading in list(self.reads):
+            event = ReadEnded(reading, ReadStatus.FAILED, self.clock.monotonic_s())
             self.run(self.planners[READER].handle(event))
         self.clock.advance(100_000.0)
         for planner in self.planners.values():

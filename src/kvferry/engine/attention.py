@@ -8,6 +8,7 @@ blocks by number; knows no request.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvferry.errors import ConfigError
 
 ATTENTION_NAME = "kvferry_paged"
+MAX_SCORED_ROWS = 64
+"""Queries whose scores against a long past are in the scratch memory at once."""
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Arguments that change nothing for a causal model without dropout, or that models always pass.
 _HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -43,13 +47,16 @@ class DecodeGroup:
 class ChunkSegment:
     """One sequence that adds ``num_tokens`` tokens after ``num_past_tokens`` in the pool.
 
-    ``gather[layer]`` are the pages of the past's keys, then values; None without a past.
+    ``gather[layer]`` are the pages of the past's keys, then values; None without a past. With
+    ``scratch``, ``[2, at least heads * MAX_SCORED_ROWS * all tokens]``, they are those of past and
+    chunk together.
     """
 
     first_token: int
     num_tokens: int
     num_past_tokens: int
     gather: Tensor | None
+    scratch: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +131,16 @@ def paged_attention(  # noqa: PLR0913 - the signature is the library's
     parts = [_attend_decodes(paged, group, heads, layer) for group in paged.decodes]
     attend = _attend_chunk_on_cpu if query.device.type == "cpu" else _attend_chunk
     for chunk in paged.chunks:
+        own = heads.tokens(chunk.first_token, chunk.num_tokens)
         past = None
         if chunk.gather is not None:
-            past = _gather(paged, chunk.gather[layer], heads, 1)[..., : chunk.num_past_tokens, :]
-        parts.append(attend(heads.tokens(chunk.first_token, chunk.num_tokens), past))
+            past = _gather(paged, chunk.gather[layer], heads, 1)
+        if past is not None and chunk.scratch is not None:
+            everything = past[..., : chunk.num_past_tokens + chunk.num_tokens, :]
+            parts.append(_attend_long_past(own, everything, chunk.scratch))
+            continue
+        past = past[..., : chunk.num_past_tokens, :] if past is not None else None
+        parts.append(attend(own, past))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
@@ -180,16 +193,48 @@ def _attend_chunk_on_cpu(heads: _Heads, past: Tensor | None) -> Tensor:
 
     The past needs no mask, so the heads that share keys become rows of one longer product.
     """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    group = heads.group
-    keys, values = heads.key, heads.value
-    if group > 1:
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    own: Tensor
-    own, own_lse = flash(heads.query, keys, values, 0.0, True, scale=heads.scaling)
+    own, own_lse = _attend_own(heads)
     if past is None:
         return own.transpose(1, 2)
     rows = heads.query.reshape(1, heads.key.shape[1], -1, heads.query.shape[3])
-    old, old_lse = flash(rows, past[0], past[1], scale=heads.scaling)
+    old, old_lse = _flash(rows, past[0], past[1], scale=heads.scaling)
     share = torch.sigmoid(old_lse.reshape(own_lse.shape) - own_lse)
     return own.lerp_(old.reshape(own.shape), share.unsqueeze(-1).to(own.dtype)).transpose(1, 2)
+
+
+def _attend_own(heads: _Heads) -> tuple[Tensor, Tensor]:
+    """Attend within the chunk; also return the log-sum-exps, ``[1, heads, tokens]``."""
+    keys, values = heads.key, heads.value
+    if heads.group > 1:
+        keys, values = (half.repeat_interleave(heads.group, 1) for half in (keys, values))
+    own, lse = _flash(heads.query, keys, values, 0.0, True, scale=heads.scaling)
+    return own, lse
+
+
+def _attend_long_past(heads: _Heads, everything: Tensor, scratch: Tensor) -> Tensor:
+    """CPU, bfloat16: a short chunk after a long past, by whole products in ``scratch``.
+
+    ``everything`` is ``[2, 1, kv_heads, tokens, head_size]``, the chunk's own tokens last.
+
+    Scores are rounded to bfloat16, so they are taken less each row's log-sum-exp over the chunk
+    itself: what counts in the softmax is then near zero, where the rounding is finest.
+    """
+    num_kv_heads, count, size = heads.key.shape[1:]
+    keys, values = everything[:, 0].contiguous()
+    shape = (num_kv_heads, heads.group, count, -1)
+    queries = heads.query.reshape(shape)
+    shifts = _attend_own(heads)[1].reshape(shape).to(queries.dtype)
+    later = torch.ones((count, count), dtype=torch.bool).triu(1)
+    attended = []
+    for first in range(0, count, MAX_SCORED_ROWS):
+        piece = slice(first, first + MAX_SCORED_ROWS)
+        rows = queries[:, :, piece].reshape(num_kv_heads, -1, size)
+        offsets = shifts[:, :, piece].reshape(num_kv_heads, -1, 1)
+        scored = (num_kv_heads, rows.shape[1], keys.shape[1])
+        scores, weights = (half[: math.prod(scored)].view(scored) for half in scratch)
+        torch.baddbmm(offsets, rows, keys.transpose(1, 2), beta=-1, alpha=heads.scaling, out=scores)
+        own_columns = scores.view(num_kv_heads, heads.group, -1, keys.shape[1])[..., -count:]
+        own_columns.masked_fill_(later[piece], -math.inf)
+        torch.softmax(scores, -1, out=weights)
+        attended.append(torch.bmm(weights, values).view(num_kv_heads, heads.group, -1, size))
+    return torch.cat(attended, dim=2).view(1, -1, count, size).transpose(1, 2)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.attention import ChunkSegment, DecodeGroup, PagedBatch
+from kvferry.engine.attention import MAX_SCORED_ROWS, ChunkSegment, DecodeGroup, PagedBatch
 from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
 from kvferry.engine.plan import Chunk
 
@@ -24,6 +24,9 @@ Logits = npt.NDArray[np.float32]
 
 # Sequences share one padded decode product while the shortest has this share of the longest.
 _MIN_FILL = 0.75
+# A past of so many times the chunk is attended to by whole products, else by a fused kernel: the
+# products compute the chunk's own upper triangle too, and win by their larger tiles.
+_LONG_PAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,26 @@ class ModelForward:
         )
 
     def _segment(self, row: _Row, first_token: int) -> ChunkSegment:
-        past = row.chunk.start
-        gather = self._gather_rows([self._blocks_until(row, past)]) if past else None
-        return ChunkSegment(first_token, row.chunk.count, past, gather)
+        past, count = row.chunk.start, row.chunk.count
+        if past == 0:
+            return ChunkSegment(first_token, count, past, None)
+        scratch = self._scratch(row)
+        gathered = past if scratch is None else row.end
+        gather = self._gather_rows([self._blocks_until(row, gathered)])
+        return ChunkSegment(first_token, count, past, gather, scratch)
+
+    def _scratch(self, row: _Row) -> torch.Tensor | None:
+        """Return memory for the scores of a chunk that is short against its past, else None."""
+        dtype = self._cache.shape.dtype
+        on_cpu = self._model.device.type == "cpu"
+        if (
+            not on_cpu
+            or dtype is not torch.bfloat16
+            or row.chunk.start < _LONG_PAST * row.chunk.count
+        ):
+            return None
+        num_rows = self._model.num_heads * min(row.chunk.count, MAX_SCORED_ROWS)
+        return torch.empty(2, num_rows * row.end, dtype=dtype)
 
     def _decode_groups(self, singles: Sequence[_Row]) -> tuple[DecodeGroup, ...]:
         """Group neighbours of ``singles``, which come longest first."""
