@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,9 +75,21 @@ class Program:
         self.process.kill()
 
     def pause(self) -> None:
+        """Stop it; on return each of its threads stands still, which may take a busy machine."""
         assert self.process is not None
         self.process.send(signal.SIGSTOP)
         self.is_paused = True
+        deadline_s = time.monotonic() + BOUND_S
+        while self.is_alive and not self._stands_still():
+            assert time.monotonic() < deadline_s, f"{self.name} does not stop"
+            time.sleep(0.001)
+
+    def _stands_still(self) -> bool:
+        states = []
+        for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # A thread that ends just now.
+                states.append(stat.read_text().rpartition(")")[2].split()[0])
+        return all(state == "T" for state in states)
 
     def resume(self) -> None:
         assert self.process is not None
@@ -185,7 +197,7 @@ class Deployment:
         return program
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_deployment(folder: Path, forks: ProcessForks) -> Iterator[Deployment]:
     """Processes that are ended the ordinary way; if a test failed, at least they end."""
     deployment = Deployment(folder, forks)
