@@ -12,6 +12,7 @@ from kvferry.testing.tiny_model import WIDE_SHAPE, make_tiny_model
 from tests.integration.deployment_client import Client, Json, body_of, fresh_prompt, salted
 from tests.integration.deployment_setup import Deployment
 from tests.integration.exchange_pair import Side, make_side
+from tests.integration.history_legs import Talk
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +66,9 @@ async def case(
         decode = next(p for p in deployment.instances if p.name.startswith("decode"))
         known["right"] = await client.plain(decode, body_of(known["prompt"], 6))
     return salted(body_of(known["prompt"], 6)), known["right"]
+
+
+@pytest.fixture(scope="module")
+def known_talks() -> list[Talk]:
+    """The conversation of a module's tests, once one of them has made it."""
+    return []
