@@ -108,10 +108,13 @@ class Client:
         bound_s: float = BOUND_S,
         path: str = PATH,
         mode: str | None = None,
+        retention_s: float | None = None,
     ) -> Answer:
-        """``mode`` is how a router is to have the KV moved."""
+        """``mode`` is how a router is to have the KV moved, ``retention_s`` for how long kept."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if retention_s is not None:
+            headers["X-KVFerry-Retention-S"] = str(retention_s)
         if mode is not None:
             headers["X-KVFerry-Mode"] = mode
         started_s = time.monotonic()

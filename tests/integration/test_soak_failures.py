@@ -12,9 +12,10 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import pytest
 
@@ -224,8 +225,34 @@ MOVES = {
 }
 
 
+Plan = TypeVar("Plan")
+Prepare = Callable[[Client, Program, random.Random], Awaitable[Plan]]
+Drive = Callable[
+    [Client, Program, Plan, Tally, random.Random, float, Sequence[str]], Coroutine[None, None, None]
+]
+Connect = Callable[[Client, list[Program], list[Program]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload(Generic[Plan]):
+    """What is asked of a deployment, and how it is seen to be connected throughout."""
+
+    prepare: Prepare[Plan]
+    drive: Drive[Plan]
+    """One of several clients at once, until a time on the clock."""
+    connect: Connect
+
+
+REQUESTS = Workload(known_requests, one_client, connect_all_pairs)
+
+
 async def soak(
-    deployment: Deployment, tally: Tally, rng: random.Random, soak_s: float, modes: Sequence[str]
+    deployment: Deployment,
+    tally: Tally,
+    rng: random.Random,
+    soak_s: float,
+    modes: Sequence[str],
+    workload: Workload[Plan],
 ) -> None:
     """Run clients and faults on ``deployment``; in the end survivors are as they were."""
     router = deployment["router"]
@@ -234,21 +261,21 @@ async def soak(
         for role in ("prefill", "decode")
     )
     async with open_client() as client:
-        requests = await known_requests(client, prefill[0], rng)
-        await connect_all_pairs(client, prefill, decode)
+        plan = await workload.prepare(client, prefill[0], rng)
+        await workload.connect(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
         before = {name: Resources.of(item) for name, item in deployment.programs.items()}
         end_s = time.monotonic() + soak_s
         seeds = [random.Random(rng.random()) for _ in range(NUM_CLIENTS + 1)]
         await asyncio.gather(
             break_things(deployment, client, tally, seeds[0], end_s),
-            *(one_client(client, router, requests, tally, r, end_s, modes) for r in seeds[1:]),
+            *(workload.drive(client, router, plan, tally, r, end_s, modes) for r in seeds[1:]),
         )
         print(dict(tally.counts))  # noqa: T201 - shown by pytest when the test fails
         assert not tally.wrong, tally.wrong[0]
         deployment.restore()
         await client.wait_whole(*deployment.instances, timeout_s=SETTLE_S)
-        await connect_all_pairs(client, prefill, decode)
+        await workload.connect(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
         await assert_resources(deployment, before)
         await assert_idle(deployment)
@@ -275,6 +302,6 @@ async def test_every_answer_is_right_or_a_named_error(
     tally = Tally()
     with open_deployment(tmp_path, forks) as deployment:
         start(deployment, tiny_model, transport)
-        await soak(deployment, tally, soak_random, soak_s, ("pull",))
+        await soak(deployment, tally, soak_random, soak_s, ("pull",), REQUESTS)
     assert tally.counts["received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0

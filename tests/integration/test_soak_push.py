@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_setup import open_deployment
-from tests.integration.test_soak_failures import MOVES, Tally, soak, start
+from tests.integration.test_soak_failures import MOVES, REQUESTS, Tally, soak, start
 
 pytestmark = pytest.mark.soak
 
@@ -26,7 +26,7 @@ async def test_every_answer_is_right_or_a_named_error_in_any_mode(
     tally = Tally()
     with open_deployment(tmp_path, forks) as deployment:
         start(deployment, tiny_model, transport)
-        await soak(deployment, tally, soak_random, soak_s, ("pull", "push", "auto"))
+        await soak(deployment, tally, soak_random, soak_s, ("pull", "push", "auto"), REQUESTS)
     assert tally.counts["pull: received"] > 0
     assert tally.counts["push: received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0

@@ -1,0 +1,194 @@
+"""As ``test_soak_failures``, with conversations of several turns that are forked and read back.
+
+The router knows a conversation by its id or by its prompt alone, and has one prefill instance that
+keeps no cache and one that does. Decode's pools are small, and one of them retains for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.process_forks import ProcessForks
+from tests.integration.deployment_client import Answer, Client, body_of, prompt_of, salted
+from tests.integration.deployment_setup import Deployment, Program, open_deployment
+from tests.integration.history_legs import Turn, read_back
+from tests.integration.push_legs import peer_of
+from tests.integration.test_soak_failures import (
+    FEW_CANDIDATES,
+    MOVES,
+    REQUEST_BOUND_S,
+    Known,
+    Tally,
+    Workload,
+    connect_all_pairs,
+    soak,
+)
+
+pytestmark = pytest.mark.soak
+
+NUM_STORIES = 5
+NUM_TURNS = 4
+FIRST_LENGTHS = (1, 40, 63, 64, 65, 100, 255, 300, 513)
+MAX_NEW_TOKENS = 150
+_names = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A turn with its right answer, and the two ways in which it goes on."""
+
+    turn: Known
+    sequels: list[Story] = field(default_factory=list)
+
+
+async def known_stories(client: Client, program: Program, rng: random.Random) -> list[Story]:
+    """Conversations that fork at each turn, computed by one instance from nothing."""
+    starts = itertools.count(rng.randrange(2**20))
+
+    async def tell(prompt: list[int], num_turns: int) -> Story:
+        body = body_of(
+            prompt,
+            rng.randint(1, 30),
+            temperature=rng.choice([0.0, 0.8]),
+            top_k=FEW_CANDIDATES,
+            seed=rng.randrange(2**31),
+        )
+        story = Story(Known(body, await client.plain(program, body)))
+        for _ in range(2 if num_turns > 1 else 0):
+            new = prompt_of(rng.randint(1, MAX_NEW_TOKENS), next(starts))
+            told = [*prompt, *story.turn.right, *new]
+            story.sequels.append(await tell(told, num_turns - 1))
+        return story
+
+    firsts = [prompt_of(rng.choice(FIRST_LENGTHS), next(starts)) for _ in range(NUM_STORIES)]
+    return [await tell(prompt, NUM_TURNS) for prompt in firsts]
+
+
+@dataclass(slots=True)
+class Talker:
+    """One client: goes through stories, turn by turn, and sometimes both ways at once."""
+
+    client: Client
+    router: Program
+    tally: Tally
+    rng: random.Random
+    end_s: float
+    modes: Sequence[str]
+
+    async def tell(self, story: Story, scope: dict[str, object]) -> None:
+        """Send the turns of ``story`` under one salt and, maybe, one conversation id."""
+        while time.monotonic() < self.end_s and not self.tally.wrong:
+            await self._send(story.turn, scope, is_last=not story.sequels)
+            if not story.sequels:
+                return
+            if self.rng.random() < 0.2:
+                await asyncio.gather(*(self.tell(sequel, scope) for sequel in story.sequels))
+                return
+            if self.rng.random() > 0.1:  # Else the same turn once more.
+                story = self.rng.choice(story.sequels)
+            await asyncio.sleep(self.rng.choice([0.0, 0.0, 0.05, 0.5]))
+
+    async def _send(self, turn: Known, scope: dict[str, object], *, is_last: bool) -> None:
+        body = turn.body | scope | {"stream": self.rng.random() < 0.5}
+        mode = self.rng.choice(self.modes)
+        retention_s = 0.0 if is_last and self.rng.random() < 0.5 else None
+        sending = self.client.post(
+            self.router, body, bound_s=REQUEST_BOUND_S, mode=mode, retention_s=retention_s
+        )
+        if self.rng.random() < 0.1:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(sending, self.rng.uniform(0.001, 0.2))
+            self.tally.counts["left"] += 1
+            return
+        answer = await sending
+        self.tally.note(Known(body, turn.right), answer)
+        self._count(answer, mode)
+
+    def _count(self, answer: Answer, mode: str) -> None:
+        if answer.report:
+            self.tally.counts[f"{mode}: history {read_back(answer)[0] or 'none'}"] += 1
+
+
+async def one_talker(
+    client: Client,
+    router: Program,
+    stories: list[Story],
+    tally: Tally,
+    rng: random.Random,
+    end_s: float,
+    modes: Sequence[str],
+) -> None:
+    talker = Talker(client, router, tally, rng, end_s, modes)
+    while time.monotonic() < end_s and not tally.wrong:
+        number = rng.randrange(len(stories))
+        scope: dict[str, object] = {"cache_salt": f"story-{number}"}
+        if rng.random() < 0.7:
+            scope = {"cache_salt": f"talk-{next(_names)}"}
+        if rng.random() < 0.5:
+            scope["session_id"] = f"session-{next(_names)}"
+        await talker.tell(stories[number], scope)
+
+
+async def connect_both_ways(client: Client, prefill: list[Program], decode: list[Program]) -> None:
+    """As for handoffs; and each prefill instance reads something back from each decode instance."""
+    await connect_all_pairs(client, prefill, decode)
+    for reader, holder in itertools.product(prefill, decode):
+        for attempt in range(20):
+            body = salted(body_of(prompt_of(100, attempt), 2))
+            assert (await client.post(holder, body)).status == 200
+            turn = Turn(client, reader, holder, body, await peer_of(client, holder))
+            outcome = read_back(await turn.run())[0]
+            if outcome == "received":
+                break
+            await asyncio.sleep(0.2)
+        assert outcome == "received"
+
+
+CONVERSATIONS = Workload(known_stories, one_talker, connect_both_ways)
+
+
+def start(deployment: Deployment, model: Path, transport: str) -> None:
+    """Two prefill and two decode instances and a router."""
+    options = (*MOVES[transport], "--read-back-timeout-s", "3")
+    prefill = [
+        deployment.add_engine("prefill-0", model, *options, "--num-blocks", "300"),
+        deployment.add_engine(
+            "prefill-1", model, *options, "--num-blocks", "300", "--no-prefix-caching"
+        ),
+    ]
+    decode = [
+        deployment.add_engine("decode-0", model, *options, "--num-blocks", "200"),
+        deployment.add_engine(
+            "decode-1", model, *options, "--num-blocks", "200", "--retention-s", "2"
+        ),
+    ]
+    deployment.wait_ready()
+    deployment.add_router(prefill, decode, "--prefill-timeout-s", "8", "--request-timeout-s", "30")
+
+
+@pytest.mark.parametrize("transport", list(MOVES))
+async def test_every_turn_is_right_or_a_named_error(
+    forks: ProcessForks,
+    tiny_model: Path,
+    tmp_path: Path,
+    transport: str,
+    soak_s: float,
+    soak_random: random.Random,
+) -> None:
+    tally = Tally()
+    with open_deployment(tmp_path, forks) as deployment:
+        start(deployment, tiny_model, transport)
+        modes = ("pull", "push", "auto")
+        await soak(deployment, tally, soak_random, soak_s, modes, CONVERSATIONS)
+    for mode in ("pull", "push"):
+        assert tally.counts[f"{mode}: history received"] > 0
+    assert tally.counts["killed"] + tally.counts["stopped"] > 0
