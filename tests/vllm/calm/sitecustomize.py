@@ -27,7 +27,7 @@ def _calm_broadcast(module: ModuleType) -> None:
         if self.is_reader:
             time.sleep(_SLEEP_S)
 
-    module.SpinCondition.wait = wait  # type: ignore[attr-defined]
+    module.SpinCondition.wait = wait
 
 
 _CALM = {"vllm.distributed.device_communicators.shm_broadcast": _calm_broadcast}

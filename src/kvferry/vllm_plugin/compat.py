@@ -1,0 +1,84 @@
+"""Which vLLM the plugin works in, and which of its configurations it refuses, by name. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+MIN_VERSION = (0, 32)
+END_VERSION = (0, 33)
+"""The first that is not supported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the plugin has to know of an engine's configuration."""
+
+    load_failure_policy: str
+    has_prefix_caching: bool
+    pipeline_parallel_size: int
+    tensor_parallel_size: int
+    context_parallel_size: int
+    data_parallel_size: int
+    num_cache_groups: int
+    cache_kind: str
+    """Class name of the group's cache specification."""
+    has_sliding_window: bool
+    has_speculation: bool
+    has_dynamic_scales: bool
+    has_sleep_mode: bool
+    is_multimodal: bool
+    takes_prompt_embeds: bool
+    block_size_tokens: int
+
+
+SUPPORTED_CACHE_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+
+
+def check_version(version: str) -> None:
+    """Raise ``ConfigError`` unless vLLM ``version`` is one that the plugin was made for."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not MIN_VERSION <= found < END_VERSION:
+        low, high = ".".join(map(str, MIN_VERSION)), ".".join(map(str, END_VERSION))
+        raise ConfigError(
+            f"kvferry's connector works in vLLM from {low} to below {high}; this is {version}"
+        )
+
+
+def check_engine(facts: EngineFacts) -> None:
+    """Raise ``ConfigError`` that names everything which is not supported."""
+    problems = unsupported(facts)
+    if problems:
+        raise ConfigError("kvferry's connector does not support: " + "; ".join(problems))
+
+
+def unsupported(facts: EngineFacts) -> list[str]:
+    """Return what of ``facts`` the plugin refuses, each with what to do about it."""
+    policy = facts.load_failure_policy
+    checks = (
+        (
+            policy != "recompute",
+            f"kv_load_failure_policy {policy!r} (set it to 'recompute' in --kv-transfer-config)",
+        ),
+        (not facts.has_prefix_caching, "prefix caching off (leave it on)"),
+        (facts.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (facts.tensor_parallel_size > 1, "tensor parallelism (not yet)"),
+        (facts.context_parallel_size > 1, "context parallelism"),
+        (facts.data_parallel_size > 1, "data parallelism (run one instance for each replica)"),
+        (facts.num_cache_groups != 1, "hybrid caches (more than one KV cache group)"),
+        (
+            facts.cache_kind not in SUPPORTED_CACHE_KINDS,
+            f"KV caches of kind {facts.cache_kind} (full attention and MLA are)",
+        ),
+        (facts.has_sliding_window, "sliding-window attention"),
+        (facts.has_speculation, "speculative decoding"),
+        (facts.has_dynamic_scales, "KV scales that are calculated while running"),
+        (facts.has_sleep_mode, "sleep mode"),
+        (facts.is_multimodal, "multimodal inputs (--language-model-only where the model has it)"),
+        (facts.takes_prompt_embeds, "prompt embeddings as inputs"),
+        (facts.block_size_tokens < 1, "a block size of nothing"),
+    )
+    return [message for is_refused, message in checks if is_refused]

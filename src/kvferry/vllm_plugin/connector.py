@@ -1,0 +1,251 @@
+"""``FerryConnector``: vLLM's connector interface over the plugin's two halves.
+
+Nothing is decided here. vLLM makes one object in the scheduler's process and one in each worker's;
+a hook that belongs to the other half is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from kvferry.clock import SystemClock
+from kvferry.errors import LocalProtocolError
+from kvferry.vllm_plugin.compat import check_engine, check_version
+from kvferry.vllm_plugin.engine_facts import read_facts, read_layout, read_regions
+from kvferry.vllm_plugin.order_link import OrderClient
+from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
+from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
+from kvferry.vllm_plugin.settings import parse_settings
+from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.worker_side import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_ENDED_WELL = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+
+
+@dataclass
+class FerryStep(KVConnectorMetadata):
+    """One step's orders, as vLLM carries them."""
+
+    orders: StepOrders
+
+
+@dataclass
+class FerryReport(KVConnectorWorkerMetadata):
+    """One step's report, as vLLM carries it."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """There is one worker: its report is all there is."""
+        raise LocalProtocolError("reports of several workers")
+
+
+@dataclass
+class FerryHandshake(KVConnectorHandshakeMetadata):
+    """Who the worker half is, as vLLM carries it."""
+
+    hello: WorkerHello
+
+
+class FerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV between instances by pull, by push and by read-back. Raises ``ConfigError`` for a
+    configuration that is not supported."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm.__version__)
+        facts = read_facts(vllm_config, kv_cache_config)
+        check_engine(facts)
+        transfer = self._kv_transfer_config
+        self._settings = parse_settings(transfer.kv_connector_extra_config)
+        self._engine_id = str(transfer.engine_id)
+        self._block_size = facts.block_size_tokens
+        self._worker_half: WorkerHalf | None = None
+        self._scheduler_half: SchedulerHalf | None = None
+        self._client: OrderClient | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_half = SchedulerHalf(self._settings, self._block_size, SystemClock())
+
+    # -- worker's process ---------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start the exchange beside the memory."""
+        regions = read_regions(kv_caches, self._kv_cache_config)
+        layout = read_layout(self._vllm_config, self._kv_cache_config, kv_caches, regions)
+        config = self._settings.exchange_config(self._engine_id)
+        self._worker_half = WorkerHalf(config, self._settings, layout, regions)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler half where its orders go."""
+        return FerryHandshake(self._worker.hello)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        """Note which requests are parked; the transfers themselves have begun already."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, FerryStep):
+            self._worker.begin_step(metadata.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded while a forward runs."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: object,
+    ) -> None:
+        """Nothing is saved while a forward runs."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved while a forward runs."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Tell which parked requests may go on, and which of them compute their prompt."""
+        ends = self._worker.take_ends(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_recving=ends.finished, failed_recving=ends.failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Tell which blocks of a read-back the holder did not have."""
+        return self._worker.take_unfilled_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Send the step's report to the scheduler half."""
+        report = self._worker.report()
+        return FerryReport(report) if report is not None else None
+
+    def shutdown(self) -> None:
+        """End what this process has of the exchange."""
+        if self._worker_half is not None:
+            self._worker_half.close()
+        if self._client is not None:
+            self._client.close()
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        if self._worker_half is None:
+            raise LocalProtocolError("a worker's hook before register_kv_caches")
+        return self._worker_half
+
+    # -- scheduler's process ------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Keep vLLM's cache manager: its pool counts our references."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Connect to the worker half."""
+        handshake = metadata[0]
+        if not isinstance(handshake, FerryHandshake):
+            raise LocalProtocolError("the worker half belongs to another connector")
+        self._client = OrderClient(handshake.hello.orders_path)
+        self._scheduler.join(
+            handshake.hello, self._client, self._manager.block_pool, self._block_ids
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        """Let the peer of a new request know."""
+        self._scheduler.add(request, is_supported=_is_tokens_only(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tell how many tokens a peer is to fill."""
+        count = self._scheduler.count_external(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Have a peer fill the blocks, or let it go."""
+        block_ids = blocks.get_block_ids()[0]
+        self._scheduler.note_allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Send a step's orders to the worker half."""
+        preempted = frozenset(scheduler_output.preempted_req_ids or ())
+        facts = StepFacts(scheduler_output.num_scheduled_tokens, preempted)
+        return FerryStep(self._scheduler.plan_step(facts))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in a step's report."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, FerryReport):
+            self._scheduler.note_step_done(metadata.report)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See ``request_finished_all_groups``."""
+        return self._finish(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hand over, or retain, the blocks of a request that has ended.
+
+        Always False: references of our own keep what is wanted of them.
+        """
+        return self._finish(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """Retain nothing of what was computed before."""
+        self._scheduler.forget_content()
+        return True
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A handoff brings the whole prompt, and there is one group."""
+        return (0,)
+
+    def _finish(
+        self, request: Request, block_ids: Iterable[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        kept = list(block_ids) if _is_tokens_only(request) else []
+        ended_well = request.status in _ENDED_WELL
+        return False, self._scheduler.finish(request, kept, ended_well=ended_well)
+
+    def _block_ids(self, request_id: str) -> Sequence[int]:
+        block_ids: Sequence[int] = self._manager.get_block_ids(request_id)[0]
+        return block_ids
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        if self._scheduler_half is None:
+            raise LocalProtocolError("a scheduler's hook in a worker's process")
+        return self._scheduler_half
+
+
+def _is_tokens_only(request: Request) -> bool:
+    return not request.mm_features and request.prompt_embeds is None

@@ -1,0 +1,226 @@
+"""``Desk``: obeys the scheduler half's orders, in the process that has the KV memory.
+
+Owns which receive is which request's. Every order names blocks with a pin of their own; the desk
+drops it once the exchange has taken the references it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvferry.connector.ports import ConnectorPort, PrefillEnd, PromptIdentity, ReceiveOutcome
+from kvferry.errors import FerryError, LocalProtocolError
+from kvferry.observe.log import get_logger
+from kvferry.protocol.first_token import FirstToken
+from kvferry.protocol.ids import BlockNumber, RequestId, TransferId
+from kvferry.vllm_plugin.orders import (
+    AdvanceSend,
+    Answer,
+    Begin,
+    BeginSend,
+    CompleteSend,
+    Contact,
+    End,
+    Fill,
+    FillEnd,
+    FillHistory,
+    LetGo,
+    MakeRoom,
+    Offer,
+    Order,
+    RestartSend,
+    Retain,
+    Withdraw,
+)
+from kvferry.vllm_plugin.pins import PinnedBlocks
+
+_log = get_logger(__name__)
+
+
+class Desk:
+    """Orders in, ends out. ``obey`` on one thread, ``take_ends`` on another."""
+
+    def __init__(
+        self, exchange: ConnectorPort, pins: PinnedBlocks, on_end: Callable[[], None]
+    ) -> None:
+        self._exchange = exchange
+        self._pins = pins
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._request_of: dict[TransferId, RequestId] = {}
+        self._failed: list[FillEnd] = []
+        self._sending: dict[TransferId, list[BlockNumber]] = {}
+        """Blocks of prefills that are pushed, all pinned until the prefill's end."""
+
+    @property
+    def num_receives(self) -> int:
+        """Receives that no order has ended yet."""
+        with self._lock:
+            return len(self._request_of)
+
+    def obey(self, order: Order) -> Answer:
+        """Carry out ``order``. An order that can't be is told as an end, or in the answer."""
+        try:
+            return self._obey(order)
+        except FerryError as error:
+            _log.warning("%s: %s", type(order).__name__, error)
+            return Answer(error=str(error) or type(error).__name__)
+
+    def take_ends(self) -> list[FillEnd]:
+        """Return how filling ended since the last call, each once."""
+        with self._lock:
+            # vLLM has no way to end a prefill from here: those that nobody wants run to their end.
+            self._exchange.take_stopped_sends()
+            ends, self._failed = self._failed, []
+            for result in self._exchange.take_results():
+                request_id = self._request_of.get(result.transfer_id)
+                if request_id is None:
+                    continue
+                received = result.outcome is ReceiveOutcome.RECEIVED
+                # A push tells no count: all that was registered is written.
+                num_blocks = result.num_blocks if result.num_blocks else _ALL
+                ends.append(
+                    FillEnd(
+                        request_id,
+                        result.outcome.value,
+                        result.detail,
+                        num_blocks if received else 0,
+                        result.num_bytes,
+                    )
+                )
+            return ends
+
+    def _obey(self, order: Order) -> Answer:  # noqa: C901 - one branch per order
+        match order:
+            case Begin():
+                self._begin(order)
+            case Fill():
+                self._fill(order)
+            case Contact():
+                self._exchange.contact(order.peer)
+            case FillHistory():
+                self._fill_history(order)
+            case End():
+                self._end(order)
+            case Offer():
+                return self._offer(order)
+            case BeginSend():
+                identity = PromptIdentity(order.num_tokens, order.digest)
+                self._exchange.begin_send(order.transfer_id, identity)
+                self._sending[order.transfer_id] = []
+            case AdvanceSend():
+                self._advance(order)
+            case RestartSend() | Withdraw():
+                self._stop_sending(order)
+            case CompleteSend():
+                return self._complete(order)
+            case Retain():
+                self._pins.retain(order.hashes, order.blocks)
+            case LetGo():
+                self._pins.let_go(order.hashes)
+            case MakeRoom():
+                self._exchange.give_up_oldest(order.num_blocks)
+        return Answer()
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _begin(self, order: Begin) -> None:
+        identity = PromptIdentity(order.num_tokens, order.digest)
+        self._exchange.begin_receive(order.transfer_id, order.peer, identity, mode=order.mode)
+        with self._lock:
+            self._request_of[order.transfer_id] = order.request_id
+
+    def _fill(self, order: Fill) -> None:
+        with self._pinned(order.blocks), self._failing(order.request_id):
+            if self._request_of.get(order.transfer_id) != order.request_id:
+                raise LocalProtocolError(f"receive of {order.transfer_id} was not begun")
+            self._exchange.receive(order.transfer_id, order.blocks, order.first_block)
+
+    def _fill_history(self, order: FillHistory) -> None:
+        # Under the lock: the result may come before this knows whose it is.
+        with self._pinned(order.blocks), self._failing(order.request_id), self._lock:
+            transfer_id = self._exchange.read_history(
+                order.peer, order.hashes, order.blocks, order.min_blocks
+            )
+            self._request_of[transfer_id] = order.request_id
+
+    def _end(self, order: End) -> None:
+        with self._lock:
+            ended = [t for t, r in self._request_of.items() if r == order.request_id]
+            for transfer_id in ended:
+                del self._request_of[transfer_id]
+            self._failed = [f for f in self._failed if f.request_id != order.request_id]
+        for transfer_id in ended:
+            self._exchange.end_receive(transfer_id, needed=order.needed)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def _offer(self, order: Offer) -> Answer:
+        with self._pinned(order.blocks):
+            identity = PromptIdentity(order.num_tokens, order.digest)
+            offer = self._exchange.offer(order.transfer_id, order.blocks, identity)
+            return Answer(lease_s=offer.lease_s)
+
+    def _advance(self, order: AdvanceSend) -> None:
+        sending = self._add_sending(order.transfer_id, order.blocks)
+        self._exchange.advance_send(order.transfer_id, tuple(sending), order.num_tokens)
+
+    def _complete(self, order: CompleteSend) -> Answer:
+        sending = self._add_sending(order.transfer_id, order.blocks)
+        # vLLM samples by a generator of its own, so decode computes the last token again.
+        end = PrefillEnd(FirstToken(order.first_token_id, seed=0))
+        try:
+            offer = self._exchange.complete_send(order.transfer_id, tuple(sending), end)
+            return Answer(lease_s=offer.lease_s)
+        finally:
+            self._pins.drop(self._sending.pop(order.transfer_id))
+
+    def _add_sending(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber]
+    ) -> list[BlockNumber]:
+        self._pins.pin(blocks)
+        sending = self._sending.get(transfer_id)
+        if sending is None:
+            self._pins.drop(blocks)
+            raise LocalProtocolError(f"the push of {transfer_id} was not begun")
+        sending += blocks
+        return sending
+
+    def _stop_sending(self, order: RestartSend | Withdraw) -> None:
+        """What runs has references of its own; nothing new starts from these blocks."""
+        blocks = self._sending.pop(order.transfer_id, None)
+        if isinstance(order, RestartSend):
+            if blocks is None:
+                return
+            self._exchange.advance_send(order.transfer_id, (), 0)
+            self._sending[order.transfer_id] = []
+        else:
+            self._exchange.withdraw(order.transfer_id)
+        self._pins.drop(blocks or ())
+
+    # -- whose fault --------------------------------------------------------------------------
+
+    @contextmanager
+    def _pinned(self, blocks: Sequence[BlockNumber]) -> Iterator[None]:
+        self._pins.pin(blocks)
+        try:
+            yield
+        finally:
+            self._pins.drop(blocks)
+
+    @contextmanager
+    def _failing(self, request_id: RequestId) -> Iterator[None]:
+        """Nothing was posted if this raises: the request's end is that it failed."""
+        try:
+            yield
+        except FerryError as error:
+            end = FillEnd(request_id, ReceiveOutcome.FAILED.value, str(error))
+            with self._lock:
+                self._failed.append(end)
+            self._on_end()
+            raise
+
+
+_ALL = 2**40

@@ -1,0 +1,104 @@
+"""Reads vLLM's configuration objects: facts to check, and what identifies a model's KV.
+
+Every attribute of vLLM's that may have another name in another version is looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvferry.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.transport.base import MemoryKind, MemoryRegion
+from kvferry.vllm_plugin.compat import EngineFacts
+from kvferry.vllm_plugin.layout import TensorShape, config_digest, regions_of, weights_digest
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
+    """Return what ``compat`` has to know."""
+    parallel, model, transfer = (
+        config.parallel_config,
+        config.model_config,
+        config.kv_transfer_config,
+    )
+    groups = cache.kv_cache_groups
+    spec = groups[0].kv_cache_spec if groups else None
+    return EngineFacts(
+        load_failure_policy=transfer.kv_load_failure_policy if transfer else "fail",
+        has_prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        context_parallel_size=max(
+            getattr(parallel, "prefill_context_parallel_size", 1),
+            getattr(parallel, "decode_context_parallel_size", 1),
+        ),
+        data_parallel_size=parallel.data_parallel_size,
+        num_cache_groups=len(groups),
+        cache_kind=type(spec).__name__,
+        has_sliding_window=getattr(spec, "sliding_window", None) is not None,
+        has_speculation=config.speculative_config is not None,
+        has_dynamic_scales=bool(getattr(config.cache_config, "calculate_kv_scales", False)),
+        has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        is_multimodal=bool(model.is_multimodal_model),
+        takes_prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
+        block_size_tokens=spec.block_size if spec is not None else 0,
+    )
+
+
+def read_regions(tensors: Mapping[str, torch.Tensor], cache: KVCacheConfig) -> list[MemoryRegion]:
+    """Return the regions of the real KV tensors. Raises ``ConfigError``."""
+    for name, tensor in tensors.items():
+        if not hasattr(tensor, "data_ptr"):
+            raise ConfigError(f"layer {name} has no single KV tensor")
+    first = next(iter(tensors.values()), None)
+    device = first.device if first is not None else None
+    on_host = device is None or device.type == "cpu"
+    shapes = {
+        name: TensorShape(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
+        )
+        for name, tensor in tensors.items()
+    }
+    return regions_of(
+        shapes,
+        cache.num_blocks,
+        MemoryKind.DRAM if on_host else MemoryKind.VRAM,
+        0 if device is None or device.index is None else device.index,
+    )
+
+
+def read_layout(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    tensors: Mapping[str, torch.Tensor],
+    regions: list[MemoryRegion],
+) -> KVLayout:
+    """Return what peers compare before they move blocks."""
+    model, spec = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
+    first = next(iter(tensors.values()))
+    more = (
+        str(model.quantization),
+        str(model.max_model_len),
+        str(getattr(model, "hf_overrides", None)),
+    )
+    return KVLayout(
+        model_name=str(model.model),
+        weights_digest=weights_digest(str(model.model), model.revision),
+        config_digest=config_digest(model.hf_text_config.to_dict(), more),
+        kv_dtype=str(first.dtype).removeprefix("torch."),
+        num_layers=len(cache.kv_cache_groups[0].layer_names),
+        num_kv_heads=getattr(spec, "num_kv_heads", 1),
+        head_size=getattr(spec, "head_size", 0),
+        block_size_tokens=spec.block_size,
+        block_bytes=sum(region.block_bytes for region in regions),
+        attention_backend=f"vllm/{first.device.type}/{'x'.join(map(str, first.shape[1:]))}",
+        region_strides=tuple(sorted({region.stride_bytes for region in regions})),
+        num_regions=len(regions),
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+    )

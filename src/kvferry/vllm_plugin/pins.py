@@ -1,0 +1,120 @@
+"""``PinnedBlocks``: the exchange's reference counts on blocks of vLLM's pool.
+
+vLLM's pool may be touched on its scheduler's thread only, and an idle engine runs none. So the
+scheduler half takes references in the pool ("pins") before it names blocks to the exchange; from
+then on they are counted here, on any thread. What nobody here counts any more is put aside, and the
+scheduler half gives its pins back in its next step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.ids import BlockHash, BlockNumber
+
+
+class PinnedBlocks:
+    """A ``BlockPort`` over pins, and the blocks that are found by content. Thread-safe."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        """Of vLLM's pool, as last told; for what this instance says of itself."""
+        self._lock = threading.Lock()
+        self._references: Counter[BlockNumber] = Counter()
+        self._pins: Counter[BlockNumber] = Counter()
+        self._returned: list[BlockNumber] = []
+        self._found: dict[BlockHash, BlockNumber] = {}
+        self._num_retainers: Counter[BlockHash] = Counter()
+
+    @property
+    def num_pinned(self) -> int:
+        """Distinct blocks with a pin that was not put aside."""
+        with self._lock:
+            return len(self._pins)
+
+    @property
+    def num_retained(self) -> int:
+        """Distinct blocks that are found by content."""
+        with self._lock:
+            return len(self._found)
+
+    def pin(self, blocks: Sequence[BlockNumber]) -> None:
+        """The scheduler half has taken one reference on each block; count one here for each."""
+        with self._lock:
+            self._pins.update(blocks)
+            self._references.update(blocks)
+
+    def hold(self, blocks: Sequence[BlockNumber]) -> None:
+        """See ``BlockPort.hold``. Raises ``LocalProtocolError`` for a block without a pin."""
+        with self._lock:
+            self._hold(blocks)
+
+    def drop(self, blocks: Sequence[BlockNumber]) -> None:
+        """See ``BlockPort.drop``. Raises ``LocalProtocolError`` for a block without a reference."""
+        with self._lock:
+            self._drop(blocks)
+
+    def acquire_cached(self, hashes: Sequence[BlockHash]) -> list[BlockNumber]:
+        """See ``BlockPort.acquire_cached``: only retained blocks are found."""
+        with self._lock:
+            blocks = []
+            for block_hash in hashes:
+                block = self._found.get(block_hash)
+                if block is None:
+                    break
+                blocks.append(block)
+            self._hold(blocks)
+            return blocks
+
+    def retain(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockNumber]) -> None:
+        """Let ``blocks``, each pinned once for this, be found by ``hashes``.
+
+        Where a hash is found already, the block that has it stays, and the other's pin goes back.
+        """
+        with self._lock:
+            self._pins.update(blocks)
+            self._references.update(blocks)
+            for block_hash, block in zip(hashes, blocks, strict=True):
+                found = self._found.setdefault(block_hash, block)
+                self._num_retainers[block_hash] += 1
+                if found != block:
+                    self._hold([found])
+                    self._drop([block])
+
+    def let_go(self, hashes: Sequence[BlockHash]) -> None:
+        """Undo one ``retain`` of each of ``hashes``; unknown ones are ignored."""
+        with self._lock:
+            for block_hash in hashes:
+                block = self._found.get(block_hash)
+                if block is None:
+                    continue
+                self._num_retainers[block_hash] -= 1
+                if self._num_retainers[block_hash] == 0:
+                    del self._num_retainers[block_hash]
+                    del self._found[block_hash]
+                self._drop([block])
+
+    def take_returned(self) -> list[BlockNumber]:
+        """Return the blocks whose pins go back, one entry a pin, in the order they were let go."""
+        with self._lock:
+            returned, self._returned = self._returned, []
+            return returned
+
+    def _hold(self, blocks: Sequence[BlockNumber]) -> None:
+        unknown = [block for block in blocks if not self._references[block]]
+        if unknown:
+            raise LocalProtocolError(f"blocks {unknown[:4]} are not pinned")
+        self._references.update(blocks)
+
+    def _drop(self, blocks: Sequence[BlockNumber]) -> None:
+        for block in blocks:
+            if not self._references[block]:
+                raise LocalProtocolError(f"block {block} has no reference to drop")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                del self._references[block]
+                self._returned += [block] * self._pins.pop(block)

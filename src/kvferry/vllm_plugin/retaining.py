@@ -1,0 +1,120 @@
+"""The references that the plugin has in vLLM's pool, and those of them that are retention.
+
+On the scheduler's thread only: nobody else may touch that pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.clock import Clock
+from kvferry.protocol.hashing import block_hashes
+from kvferry.protocol.ids import BlockNumber
+from kvferry.vllm_plugin.conversations import Hashes, RetainedConversations
+from kvferry.vllm_plugin.orders import Answer, LetGo, MakeRoom, Order, Retain, WorkerHello
+from kvferry.vllm_plugin.settings import PluginSettings
+from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks, root_of
+
+_STEPS_TO_COME_BACK = 3
+"""Until then, what was given up may still be on its way through a step's report."""
+
+
+class OrderSender(Protocol):
+    """Where orders go."""
+
+    def send(self, order: Order) -> None:
+        """Pass an order on."""
+        ...
+
+    def ask(self, order: Order) -> Answer:
+        """Pass an order on and wait for its answer."""
+        ...
+
+
+class PoolReferences:
+    """References taken in vLLM's pool before blocks are named to the worker half."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of the pool that nobody has."""
+        return self._pool.get_num_free_blocks()
+
+    def take(self, blocks: Sequence[BlockNumber]) -> None:
+        """Take one on each block."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_back(self, blocks: Sequence[BlockNumber]) -> None:
+        """Give one of each block back; tails of a sequence are reused before its head."""
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+
+class Retaining:
+    """Retention of finished conversations, as references that give way by themselves."""
+
+    def __init__(  # noqa: PLR0913 - every part it works with
+        self,
+        settings: PluginSettings,
+        hello: WorkerHello,
+        block_size_tokens: int,
+        clock: Clock,
+        orders: OrderSender,
+        references: PoolReferences,
+    ) -> None:
+        self._fingerprint = hello.fingerprint
+        self._block_size = block_size_tokens
+        self._orders = orders
+        self._references = references
+        max_blocks = int(settings.max_retained_share * hello.num_blocks)
+        self._retained = RetainedConversations(max_blocks, settings.retention_s, clock)
+        self._is_on = settings.retention_s > 0
+        self._num_steps_to_wait = 0
+
+    def retain(
+        self, request: EngineRequest, block_ids: Sequence[int], duration_s: float | None
+    ) -> None:
+        """A request that has answered ends: keep its full blocks, prompt and answer."""
+        prompt, tokens = request.prompt_token_ids, request.all_token_ids
+        if not self._is_on or prompt is None or len(tokens) <= len(prompt):
+            return
+        # What is in flight may not be computed; the last token never is.
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_full = min(num_computed, len(tokens) - 1) // self._block_size
+        num_full = min(num_full, len(block_ids))
+        if num_full <= 0:
+            return
+        root = root_of(request, self._fingerprint)
+        hashes = block_hashes(root, tokens[: num_full * self._block_size], self._block_size)
+        num_kept, leaving = self._retained.add(hashes, duration_s)
+        if num_kept:
+            blocks = as_blocks(block_ids[:num_kept])
+            self._references.take(blocks)
+            self._orders.send(Retain(tuple(hashes[:num_kept]), blocks))
+        self._let_go(leaving)
+
+    def keep_room(self, num_running: int, num_waiting_blocks: int) -> None:
+        """Retention, then unread handoffs, give way to what runs and to the largest prompt.
+
+        Called once a step; ``num_waiting_blocks`` are those of the largest prompt that has none.
+        """
+        self._let_go(self._retained.expire())
+        self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
+        short = num_running + num_waiting_blocks - self._references.num_free
+        if short <= 0 or self._num_steps_to_wait:
+            return
+        self._num_steps_to_wait = _STEPS_TO_COME_BACK
+        leaving = self._retained.give_way(short)
+        self._let_go(leaving)
+        if num_waiting_blocks and len(leaving) < short:
+            self._orders.send(MakeRoom(short - len(leaving)))
+
+    def clear(self) -> None:
+        """Retain nothing any more."""
+        self._let_go(self._retained.clear())
+
+    def _let_go(self, hashes: Hashes) -> None:
+        if hashes:
+            self._orders.send(LetGo(hashes))

@@ -1,0 +1,334 @@
+"""The scheduler half: vLLM's hooks in, orders out. On the engine's thread only.
+
+Owns which request is in which handoff, and every reference that the plugin has in vLLM's pool.
+Decides nothing about peers: the exchange, in the worker half's process, does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.clock import Clock
+from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.observe.log import get_logger
+from kvferry.protocol.hashing import block_hashes
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.params import KvTransferParams, Role, emit_params, parse_params
+from kvferry.vllm_plugin.orders import (
+    AdvanceSend,
+    Answer,
+    Begin,
+    BeginSend,
+    Blocks,
+    CompleteSend,
+    Contact,
+    End,
+    Fill,
+    FillEnd,
+    FillHistory,
+    Load,
+    Offer,
+    RestartSend,
+    StepOrders,
+    StepReport,
+    Withdraw,
+    WorkerHello,
+)
+from kvferry.vllm_plugin.retaining import OrderSender, PoolReferences, Retaining
+from kvferry.vllm_plugin.settings import PluginSettings
+from kvferry.vllm_plugin.tracked import (
+    BlockIds,
+    EnginePool,
+    EngineRequest,
+    StepFacts,
+    Tracked,
+    as_blocks,
+    track,
+)
+
+_log = get_logger(__name__)
+
+
+class SchedulerHalf:
+    """All requests of one engine. ``join`` comes before the first request."""
+
+    def __init__(self, settings: PluginSettings, block_size_tokens: int, clock: Clock) -> None:
+        self._settings = settings
+        self._block_size = block_size_tokens
+        self._clock = clock
+        self._tracked: dict[str, Tracked] = {}
+        self._waiting_blocks: dict[str, int] = {}
+        """Blocks of the prompts that have none yet."""
+        self._loads: list[Load] = []
+        self._step = 0
+        self._steps: deque[tuple[int, list[tuple[Tracked, int, int]]]] = deque()
+        """Pushes in steps whose output is not there: record, its restarts, tokens computed then."""
+
+    def join(
+        self, hello: WorkerHello, orders: OrderSender, pool: EnginePool, block_ids: BlockIds
+    ) -> None:
+        """Everything is there: the worker half, and vLLM's pool."""
+        self._hello = hello
+        self._orders = orders
+        self._block_ids = block_ids
+        self._references = PoolReferences(pool)
+        self._retaining = Retaining(
+            self._settings, hello, self._block_size, self._clock, orders, self._references
+        )
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests with transfer parameters that have not ended."""
+        return len(self._tracked)
+
+    # -- vLLM's hooks -------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, *, is_supported: bool) -> None:
+        """A request has arrived; ``is_supported``: it is tokens, and nothing else."""
+        tokens = request.prompt_token_ids
+        if tokens is None or not is_supported:
+            return
+        self._waiting_blocks[request.request_id] = self._blocks_for(len(tokens))
+        transfer = _transfer_of(request)
+        if transfer is None:
+            return
+        tracked = track(request, transfer, self._hello.fingerprint)
+        self._tracked[request.request_id] = tracked
+        if transfer.role is Role.PREFILL:
+            _end_after_first_token(request)
+            if transfer.history is not None:
+                tracked.wants_history = True
+                self._orders.send(Contact(transfer.history))
+            return
+        if transfer.peer is None:
+            raise LocalProtocolError("role decode without a peer")
+        tracked.wants_receive = tracked.has_begun = True
+        identity = tracked.identity
+        self._orders.send(
+            Begin(
+                tracked.request_id,
+                transfer.transfer_id,
+                transfer.peer,
+                identity.num_tokens,
+                identity.digest,
+                transfer.mode,
+            )
+        )
+
+    def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int:
+        """Return how many tokens beyond the local ones a peer is to fill. No side effect."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0
+        num_tokens = tracked.num_prompt_tokens
+        if tracked.wants_history:
+            # The last token is always computed, for its logits.
+            num_tokens = (num_tokens - 1) // self._block_size * self._block_size
+        elif not tracked.wants_receive:
+            return 0
+        missing = num_tokens - num_computed_tokens
+        threshold = max(1, self._settings.recompute_threshold_tokens)
+        return missing if missing >= threshold else 0
+
+    def note_allocated(
+        self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """A request has its blocks; ``num_external_tokens`` of its tokens are to be filled."""
+        self._waiting_blocks.pop(request.request_id, None)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        if tracked.is_pushed_prefill and not tracked.is_sending:
+            self._begin_send(tracked)
+        wanted_receive, wanted_history = tracked.wants_receive, tracked.wants_history
+        tracked.wants_receive = tracked.wants_history = False
+        if num_external_tokens > 0 and wanted_receive:
+            self._fill(tracked, block_ids, num_external_tokens)
+        elif num_external_tokens > 0 and wanted_history:
+            self._fill_history(tracked, block_ids, num_external_tokens)
+        elif wanted_receive:
+            self._end_receive(tracked, needed=False)
+
+    def plan_step(self, facts: StepFacts) -> StepOrders:
+        """vLLM has planned a step; return what goes to the worker half with it."""
+        self._step += 1
+        for request_id in facts.preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.is_sending:
+                tracked.num_sent_blocks = 0
+                tracked.num_restarts += 1
+                self._orders.send(RestartSend(tracked.transfer.transfer_id))
+        sending = []
+        for request_id, count in facts.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.is_sending:
+                computed = tracked.request.num_computed_tokens + count
+                sending.append((tracked, tracked.num_restarts, computed))
+        if sending:
+            self._steps.append((self._step, sending))
+        largest = max(self._waiting_blocks.values(), default=0)
+        self._retaining.keep_room(len(facts.num_scheduled_tokens), largest)
+        loads, self._loads = tuple(self._loads), []
+        has_forward = bool(facts.num_scheduled_tokens)
+        return StepOrders(self._step, loads, has_forward, self._references.num_free)
+
+    def note_step_done(self, report: StepReport) -> None:
+        """A step's output is there: its KV is complete, and so are the steps' before it."""
+        self._references.give_back(report.returned)
+        for end in report.ends:
+            self._note_end(end)
+        while self._steps and self._steps[0][0] <= report.step:
+            for tracked, num_restarts, num_tokens in self._steps.popleft()[1]:
+                is_current = tracked.request_id in self._tracked
+                if is_current and tracked.is_sending and num_restarts == tracked.num_restarts:
+                    self._advance(tracked, num_tokens)
+
+    def finish(
+        self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
+    ) -> dict[str, Any] | None:
+        """A request has ended, its blocks are still its own; return its transfer parameters.
+
+        ``ended_well``: it was not aborted, and has not failed.
+        """
+        self._waiting_blocks.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            self._retaining.retain(request, block_ids, None)
+            return None
+        if tracked.transfer.role is Role.PREFILL:
+            if tracked.is_loading:
+                self._orders.send(End(tracked.request_id, True))
+            return self._hand_over(tracked, block_ids, ended_well=ended_well)
+        if tracked.has_begun:
+            self._end_receive(tracked, needed=True)
+        if not tracked.is_loading:
+            self._retaining.retain(request, block_ids, tracked.transfer.retention_s)
+        return None
+
+    def forget_content(self) -> None:
+        """The pool's content is void: retain nothing of it."""
+        self._retaining.clear()
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _fill(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
+        first = (tracked.num_prompt_tokens - num_tokens) // self._block_size
+        blocks = as_blocks(block_ids[first : self._blocks_for(tracked.num_prompt_tokens)])
+        self._references.take(blocks)
+        self._park(tracked, blocks)
+        self._orders.send(Fill(tracked.request_id, tracked.transfer.transfer_id, blocks, first))
+
+    def _fill_history(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
+        holder = tracked.transfer.history
+        if holder is None:
+            raise LocalProtocolError("a history without a holder")
+        num_usable = (tracked.num_prompt_tokens - 1) // self._block_size
+        first = num_usable - num_tokens // self._block_size
+        tokens = tracked.request.prompt_token_ids or []
+        hashes = block_hashes(tracked.root, tokens, self._block_size)[first:num_usable]
+        blocks = as_blocks(block_ids[first:num_usable])
+        self._references.take(blocks)
+        self._park(tracked, blocks)
+        tracked.has_begun = True
+        min_blocks = max(1, self._blocks_for(self._settings.recompute_threshold_tokens))
+        min_blocks = min(min_blocks, len(blocks))
+        self._orders.send(
+            FillHistory(tracked.request_id, holder, tuple(hashes), blocks, min_blocks)
+        )
+
+    def _park(self, tracked: Tracked, blocks: Blocks) -> None:
+        tracked.is_loading = True
+        self._loads.append(Load(tracked.request_id, blocks))
+
+    def _end_receive(self, tracked: Tracked, *, needed: bool) -> None:
+        tracked.has_begun = False
+        self._orders.send(End(tracked.request_id, needed))
+
+    def _note_end(self, end: FillEnd) -> None:
+        tracked = self._tracked.get(end.request_id)
+        if tracked is not None:
+            tracked.is_loading = False
+        if not end.is_received:
+            _log.warning("receive of %s: %s %s", end.request_id, end.outcome, end.detail)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def _begin_send(self, tracked: Tracked) -> None:
+        tracked.is_sending = True
+        identity = tracked.identity
+        self._orders.send(
+            BeginSend(tracked.transfer.transfer_id, identity.num_tokens, identity.digest)
+        )
+
+    def _advance(self, tracked: Tracked, num_tokens: int) -> None:
+        num_full = min(num_tokens, tracked.num_prompt_tokens) // self._block_size
+        new = as_blocks(self._block_ids(tracked.request.request_id))[
+            tracked.num_sent_blocks : num_full
+        ]
+        if not new:
+            return
+        self._references.take(new)
+        tracked.num_sent_blocks += len(new)
+        self._orders.send(AdvanceSend(tracked.transfer.transfer_id, new, num_tokens))
+
+    def _hand_over(
+        self, tracked: Tracked, block_ids: Sequence[int], *, ended_well: bool
+    ) -> dict[str, Any] | None:
+        transfer, num_tokens = tracked.transfer, tracked.num_prompt_tokens
+        blocks = as_blocks(block_ids[: self._blocks_for(num_tokens)])
+        is_complete = (
+            len(blocks) == self._blocks_for(num_tokens)
+            and len(tracked.request.all_token_ids) > num_tokens
+        )
+        if not (ended_well and is_complete):
+            if tracked.is_pushed_prefill:
+                self._orders.send(Withdraw(transfer.transfer_id))
+            return None
+        answer = self._offer(tracked, blocks)
+        if answer.error:
+            _log.warning("handoff of %s: %s", tracked.request_id, answer.error)
+            return None
+        return emit_params(
+            KvTransferParams(
+                transfer_id=transfer.transfer_id,
+                role=Role.DECODE,
+                mode=transfer.mode,
+                peer=self._hello.address,
+                num_prompt_tokens=num_tokens,
+                lease_s=answer.lease_s,
+            )
+        )
+
+    def _offer(self, tracked: Tracked, blocks: Blocks) -> Answer:
+        transfer_id: TransferId = tracked.transfer.transfer_id
+        if tracked.is_pushed_prefill:
+            new = blocks[tracked.num_sent_blocks :]
+            self._references.take(new)
+            first_token_id = tracked.request.all_token_ids[tracked.num_prompt_tokens]
+            return self._orders.ask(CompleteSend(transfer_id, new, first_token_id))
+        self._references.take(blocks)
+        identity = tracked.identity
+        return self._orders.ask(Offer(transfer_id, identity.num_tokens, identity.digest, blocks))
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _transfer_of(request: EngineRequest) -> KvTransferParams | None:
+    """Return the request's parameters; one whose parameters are wrong is a plain one."""
+    if not request.kv_transfer_params:
+        return None
+    try:
+        return parse_params(request.kv_transfer_params)
+    except RequestError as error:
+        _log.warning("request %s: %s", request.request_id, error)
+        return None
+
+
+def _end_after_first_token(request: EngineRequest) -> None:
+    """The answer is decode's: one token tells that the prompt is complete."""
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0

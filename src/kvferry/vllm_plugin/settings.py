@@ -1,0 +1,82 @@
+"""The plugin's options: ``kv_connector_extra_config`` as a typed value."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.connector.config import ExchangeConfig
+from kvferry.errors import ConfigError
+from kvferry.protocol.ids import InstanceId, new_epoch
+from kvferry.protocol.signing import load_cluster_key
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator may set; all have defaults. Durations in seconds, shares of the pool."""
+
+    instance_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Stable over restarts; default: host name and control port, or the engine's id without one."""
+    control_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    control_port: _Port = 0
+    """0 takes a free port; the router needs one that is known."""
+    advertise_host: Annotated[str, Meta(min_length=1)] | None = None
+    cluster_key_file: Annotated[str, Meta(min_length=1)] | None = None
+    transport_backend: str = "UCX"
+    """NIXL's: ``UCX`` or ``LIBFABRIC``."""
+    ucx_tls: Annotated[str, Meta(min_length=1)] | None = None
+    recompute_threshold_tokens: Annotated[int, Meta(ge=0)] = 64
+    retention_s: Annotated[float, Meta(ge=0, le=86_400)] = 480.0
+    max_retained_share: _Share = 0.5
+    handoff_lease_s: _Seconds = 30.0
+    receive_timeout_s: _Seconds = 10.0
+    history_timeout_s: _Seconds = 5.0
+    prefill_timeout_s: _Seconds = 300.0
+    control_timeout_s: _Seconds = 2.0
+    max_held_share: _Share = 0.25
+    max_quarantine_share: _Share = 0.25
+
+    def exchange_config(self, engine_id: str) -> ExchangeConfig:
+        """Return the exchange's options, for a new epoch. Raises ``ConfigError``."""
+        key_file = Path(self.cluster_key_file) if self.cluster_key_file else None
+        return ExchangeConfig(
+            instance_id=InstanceId(self.instance_id or self._default_name(engine_id)),
+            epoch=new_epoch(),
+            control_host=self.control_host,
+            control_port=self.control_port,
+            advertise_host=self.advertise_host,
+            cluster_key=load_cluster_key(key_file, os.environ),
+            handoff_lease_s=self.handoff_lease_s,
+            receive_timeout_s=self.receive_timeout_s,
+            history_timeout_s=self.history_timeout_s,
+            prefill_timeout_s=self.prefill_timeout_s,
+            control_timeout_s=self.control_timeout_s,
+            max_held_share=self.max_held_share,
+            max_quarantine_share=self.max_quarantine_share,
+        )
+
+    def _default_name(self, engine_id: str) -> str:
+        if not self.control_port:
+            return f"vllm-{engine_id}"
+        return f"{self.advertise_host or socket.gethostname()}:{self.control_port}"
+
+
+def parse_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
+    """Check and convert ``kv_connector_extra_config``. Raises ``ConfigError`` naming what is wrong.
+
+    vLLM itself reads some keys of it; those that kvferry does not know are refused all the same,
+    since a misspelt one would be silently ignored.
+    """
+    try:
+        return msgspec.convert(dict(extra_config), PluginSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error

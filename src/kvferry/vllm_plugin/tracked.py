@@ -1,0 +1,148 @@
+"""What the scheduler half knows of one request, and what it needs of vLLM's objects.
+
+vLLM's classes are named by their shape only, so that the half that decides is tested without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.connector.ports import PromptIdentity
+from kvferry.protocol.hashing import chain_root, prompt_digest
+from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId
+from kvferry.protocol.params import KvTransferParams, Mode, Role
+
+
+class Adapter(Protocol):
+    """A LoRA adapter as vLLM names it."""
+
+    @property
+    def lora_name(self) -> str:
+        """Its name."""
+        ...
+
+
+class Sampling(Protocol):
+    """vLLM's sampling parameters."""
+
+    min_tokens: int
+
+
+class EngineRequest(Protocol):
+    """vLLM's request, as far as the plugin looks at it."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    max_tokens: int
+    sampling_params: Sampling | None
+    kv_transfer_params: dict[str, object] | None
+    cache_salt: str | None
+    lora_request: Adapter | None
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and answer so far."""
+        ...
+
+
+class PoolBlock(Protocol):
+    """One block of vLLM's pool."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number."""
+        ...
+
+
+class EnginePool(Protocol):
+    """vLLM's block pool; only its scheduler's thread may touch it."""
+
+    @property
+    def blocks(self) -> Sequence[PoolBlock]:
+        """All blocks, by number."""
+        ...
+
+    def touch(self, blocks: Sequence[PoolBlock], /) -> None:
+        """Take one reference on each block."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[PoolBlock], /) -> None:
+        """Give one reference of each block back; the first is reused first."""
+        ...
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks without a reference."""
+        ...
+
+
+BlockIds = Callable[[str], Sequence[int]]
+"""The numbers of a request's blocks, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the plugin has to know of a step that vLLM has planned."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    preempted: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request with transfer parameters, from its arrival to its end."""
+
+    request: EngineRequest
+    transfer: KvTransferParams
+    identity: PromptIdentity
+    root: BlockHash
+    wants_receive: bool = False
+    wants_history: bool = False
+    has_begun: bool = False
+    """The exchange knows of a receive for it."""
+    is_loading: bool = False
+    """vLLM has parked it until its blocks are filled."""
+    is_sending: bool = False
+    """Push, as sender: begun, and not complete."""
+    num_sent_blocks: int = 0
+    """Leading blocks that the exchange was told of since the last preemption."""
+    num_restarts: int = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        """vLLM's id."""
+        return RequestId(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.identity.num_tokens
+
+    @property
+    def is_pushed_prefill(self) -> bool:
+        """Role prefill, mode push."""
+        return self.transfer.role is Role.PREFILL and self.transfer.mode is Mode.PUSH
+
+
+def root_of(request: EngineRequest, fingerprint: bytes) -> BlockHash:
+    """Return where the request's chain of block hashes begins: layout, salt, adapter."""
+    adapter = request.lora_request
+    return chain_root(
+        fingerprint, salt=request.cache_salt or "", lora=adapter.lora_name if adapter else ""
+    )
+
+
+def track(request: EngineRequest, transfer: KvTransferParams, fingerprint: bytes) -> Tracked:
+    """Return the record of a request that has just arrived."""
+    root = root_of(request, fingerprint)
+    tokens = request.prompt_token_ids or []
+    identity = PromptIdentity(len(tokens), prompt_digest(root, tokens))
+    return Tracked(request, transfer, identity, root)
+
+
+def as_blocks(numbers: Iterable[int]) -> tuple[BlockNumber, ...]:
+    """Return plain numbers as block numbers."""
+    return tuple(BlockNumber(number) for number in numbers)

@@ -1,0 +1,87 @@
+"""Orders over a real local socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import EngineError
+from kvferry.protocol.ids import TransferId
+from kvferry.vllm_plugin.order_link import OrderClient, OrderServer
+from kvferry.vllm_plugin.orders import Answer, MakeRoom, Offer, Order
+from tests.unit.vllm_plugin.fake_engine import blocks
+
+_OFFER = Offer(TransferId("x"), 4, b"d" * 32, blocks(1))
+
+
+class _Obeying:
+    def __init__(self) -> None:
+        self.seen: list[Order] = []
+        self.arrived = threading.Event()
+
+    def __call__(self, order: Order) -> Answer:
+        if isinstance(order, MakeRoom) and order.num_blocks < 0:
+            raise ValueError("a bug")
+        self.seen.append(order)
+        self.arrived.set()
+        return Answer(lease_s=3.0)
+
+
+@pytest.fixture
+def obeying() -> _Obeying:
+    return _Obeying()
+
+
+@pytest.fixture
+def server(obeying: _Obeying) -> Iterator[OrderServer]:
+    server = OrderServer(obeying)
+    yield server
+    server.close()
+
+
+def test_an_answer_comes_after_all_orders_before_it(server: OrderServer, obeying: _Obeying) -> None:
+    client = OrderClient(server.path)
+    client.send(MakeRoom(1))
+    client.send(MakeRoom(2))
+    assert client.ask(_OFFER) == Answer(lease_s=3.0)
+    assert obeying.seen == [MakeRoom(1), MakeRoom(2), _OFFER]
+    client.close()
+
+
+def test_a_bug_in_one_order_does_not_end_the_thread(server: OrderServer) -> None:
+    client = OrderClient(server.path)
+    client.send(MakeRoom(-1))
+    assert client.ask(_OFFER).lease_s == 3.0
+    client.close()
+
+
+def test_nothing_is_left_in_the_file_system_once_joined(server: OrderServer) -> None:
+    client = OrderClient(server.path)
+    client.ask(_OFFER)
+    assert not Path(server.path).parent.exists()
+    client.close()
+
+
+def test_a_worker_half_that_has_gone_is_an_engine_error(server: OrderServer) -> None:
+    client = OrderClient(server.path)
+    client.ask(_OFFER)
+    server.close()
+    with pytest.raises(EngineError, match="has gone"):
+        client.ask(_OFFER)
+    client.close()
+
+
+def test_a_worker_half_that_was_never_there_is_an_engine_error(server: OrderServer) -> None:
+    server.close()
+    with pytest.raises(EngineError, match="not there"):
+        OrderClient(server.path)
+
+
+def test_closing_without_anyone_having_come_removes_the_socket(obeying: _Obeying) -> None:
+    server = OrderServer(obeying)
+    server.close()
+    server.close()
+    assert not Path(server.path).parent.exists()

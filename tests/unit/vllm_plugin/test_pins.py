@@ -1,0 +1,116 @@
+"""Counting on blocks that the scheduler half has pinned."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.ids import BlockHash
+from kvferry.vllm_plugin.pins import PinnedBlocks
+from tests.unit.vllm_plugin.fake_engine import blocks
+
+
+def _hashes(*names: str) -> list[BlockHash]:
+    return [BlockHash(name.encode() * 32) for name in names]
+
+
+def test_a_pin_goes_back_with_the_last_reference() -> None:
+    pins = PinnedBlocks(8)
+    pins.pin(blocks(1, 2))
+    pins.hold(blocks(1))
+    pins.drop(blocks(1, 2))
+    assert pins.take_returned() == [2]
+    pins.drop(blocks(1))
+    assert pins.take_returned() == [1]
+    assert pins.num_pinned == 0
+
+
+def test_every_pin_of_a_block_goes_back() -> None:
+    pins = PinnedBlocks(8)
+    pins.pin(blocks(1))
+    pins.pin(blocks(1))
+    pins.drop(blocks(1))
+    assert pins.take_returned() == []
+    pins.drop(blocks(1))
+    assert pins.take_returned() == [1, 1]
+
+
+def test_a_block_without_a_pin_is_not_held() -> None:
+    pins = PinnedBlocks(8)
+    with pytest.raises(LocalProtocolError, match="not pinned"):
+        pins.hold(blocks(1))
+    with pytest.raises(LocalProtocolError, match="no reference"):
+        pins.drop(blocks(1))
+
+
+def test_a_hold_that_is_refused_holds_nothing() -> None:
+    pins = PinnedBlocks(8)
+    pins.pin(blocks(1))
+    with pytest.raises(LocalProtocolError):
+        pins.hold(blocks(1, 2))
+    pins.drop(blocks(1))
+    assert pins.take_returned() == [1]
+
+
+def test_only_the_leading_run_of_what_is_retained_is_found() -> None:
+    pins = PinnedBlocks(8)
+    a, b, c = _hashes("a", "b", "c")
+    pins.retain([a, b], blocks(4, 5))
+    assert pins.acquire_cached([a, b, c]) == list(blocks(4, 5))
+    assert pins.acquire_cached([c, a]) == []
+
+
+def test_a_reader_keeps_blocks_that_are_let_go_of() -> None:
+    pins = PinnedBlocks(8)
+    (a,) = _hashes("a")
+    pins.retain([a], blocks(4))
+    found = pins.acquire_cached([a])
+    pins.let_go([a])
+    assert pins.acquire_cached([a]) == []
+    assert pins.take_returned() == []
+    pins.drop(found)
+    assert pins.take_returned() == [4]
+
+
+def test_a_second_block_of_the_same_content_goes_back_at_once() -> None:
+    pins = PinnedBlocks(8)
+    (a,) = _hashes("a")
+    pins.retain([a], blocks(4))
+    pins.retain([a], blocks(5))
+    assert pins.take_returned() == [5]
+    pins.let_go([a])
+    assert pins.acquire_cached([a]) == list(blocks(4))
+    pins.let_go([a])
+    pins.drop(blocks(4))
+    assert pins.take_returned() == [4]
+    assert pins.num_retained == 0
+
+
+def test_what_is_not_retained_is_let_go_of_without_harm() -> None:
+    pins = PinnedBlocks(8)
+    pins.let_go(_hashes("a"))
+    assert pins.take_returned() == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["pin", "hold", "drop"]), st.integers(0, 3))))
+def test_as_many_pins_go_back_as_were_taken(moves: list[tuple[str, int]]) -> None:
+    pins = PinnedBlocks(4)
+    taken, returned, references = [0] * 4, [0] * 4, [0] * 4
+    for move, number in moves:
+        if move == "pin":
+            pins.pin(blocks(number))
+            taken[number] += 1
+            references[number] += 1
+        elif references[number] and move == "hold":
+            pins.hold(blocks(number))
+            references[number] += 1
+        elif references[number] and move == "drop":
+            pins.drop(blocks(number))
+            references[number] -= 1
+        for block in pins.take_returned():
+            returned[block] += 1
+        for index in range(4):
+            assert returned[index] <= taken[index]
+            assert (returned[index] == taken[index]) == (references[index] == 0)

@@ -1,0 +1,110 @@
+"""Options, and what is refused at the start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.vllm_plugin.compat import EngineFacts, check_engine, check_version, unsupported
+from kvferry.vllm_plugin.settings import parse_settings
+
+_GOOD = EngineFacts(
+    load_failure_policy="recompute",
+    has_prefix_caching=True,
+    pipeline_parallel_size=1,
+    tensor_parallel_size=1,
+    context_parallel_size=1,
+    data_parallel_size=1,
+    num_cache_groups=1,
+    cache_kind="FullAttentionSpec",
+    has_sliding_window=False,
+    has_speculation=False,
+    has_dynamic_scales=False,
+    has_sleep_mode=False,
+    is_multimodal=False,
+    takes_prompt_embeds=False,
+    block_size_tokens=128,
+)
+
+
+def test_nothing_has_to_be_set() -> None:
+    config = parse_settings({}).exchange_config("1234")
+    assert (config.instance_id, config.control_host) == ("vllm-1234", "127.0.0.1")
+
+
+def test_an_instance_with_a_port_is_named_after_where_it_is_found() -> None:
+    settings = parse_settings({"control_port": 5000, "advertise_host": "10.0.0.7"})
+    assert settings.exchange_config("1234").instance_id == "10.0.0.7:5000"
+
+
+def test_two_starts_have_two_epochs() -> None:
+    settings = parse_settings({})
+    assert settings.exchange_config("a").epoch != settings.exchange_config("a").epoch
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"controlport": 1}, "controlport"),
+        ({"control_port": 70_000}, "control_port"),
+        ({"handoff_lease_s": 0}, "handoff_lease_s"),
+        ({"max_retained_share": 2}, "max_retained_share"),
+        ({"retention_s": "long"}, "retention_s"),
+    ],
+)
+def test_a_wrong_option_is_named(extra: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_settings(extra)
+
+
+def test_other_hosts_need_a_cluster_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cluster key"):
+        parse_settings({"control_host": "0.0.0.0"}).exchange_config("a")
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    extra = {"control_host": "0.0.0.0", "cluster_key_file": str(key)}
+    assert parse_settings(extra).exchange_config("a").cluster_key == b"k" * 32
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.5"])
+def test_supported_versions_are_taken(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "dev"])
+def test_other_versions_are_refused_in_one_message(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"from 0\.32 to below 0\.33"):
+        check_version(version)
+
+
+def test_a_supported_configuration_is_taken() -> None:
+    check_engine(_GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"load_failure_policy": "fail"}, "kv_load_failure_policy 'fail'"),
+        ({"has_prefix_caching": False}, "prefix caching off"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"tensor_parallel_size": 2}, "tensor"),
+        ({"context_parallel_size": 2}, "context"),
+        ({"data_parallel_size": 2}, "data parallel"),
+        ({"num_cache_groups": 2}, "hybrid"),
+        ({"cache_kind": "MambaSpec"}, "MambaSpec"),
+        ({"has_sliding_window": True}, "sliding-window"),
+        ({"has_speculation": True}, "speculative"),
+        ({"has_dynamic_scales": True}, "scales"),
+        ({"has_sleep_mode": True}, "sleep"),
+        ({"is_multimodal": True}, "multimodal"),
+        ({"takes_prompt_embeds": True}, "prompt embeddings"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], named: str) -> None:
+    facts = dataclasses.replace(_GOOD, **change)  # type: ignore[arg-type]
+    assert len(unsupported(facts)) == 1
+    with pytest.raises(ConfigError, match=named):
+        check_engine(facts)

@@ -1,0 +1,71 @@
+"""Which requests vLLM parks, and what it is told of them."""
+
+from __future__ import annotations
+
+from kvferry.protocol.ids import RequestId
+from kvferry.vllm_plugin.orders import FillEnd, Load
+from kvferry.vllm_plugin.worker_side import ParkedRequests
+from tests.unit.vllm_plugin.fake_engine import blocks
+
+_A = RequestId("a")
+
+
+def _parked() -> ParkedRequests:
+    parked = ParkedRequests()
+    parked.add([Load(_A, blocks(4, 5, 6))])
+    return parked
+
+
+def test_a_filled_request_is_told_once() -> None:
+    parked = _parked()
+    assert parked.take(set()).finished == set()
+    parked.note([FillEnd(_A, "received", num_blocks=3)])
+    told = parked.take(set())
+    assert (told.finished, told.failed, told.unfilled_blocks) == ({"a"}, set(), set())
+    assert parked.take(set()).finished == set()
+    assert parked.num_parked == 0
+
+
+def test_an_end_may_come_before_the_step_that_parks() -> None:
+    parked = ParkedRequests()
+    parked.note([FillEnd(_A, "received", num_blocks=3)])
+    assert parked.take(set()).finished == set()
+    parked.add([Load(_A, blocks(4, 5, 6))])
+    assert parked.take(set()).finished == {"a"}
+
+
+def test_a_failed_one_is_told_as_failed_and_as_finished() -> None:
+    parked = _parked()
+    parked.note([FillEnd(_A, "slow")])
+    told = parked.take(set())
+    assert (told.finished, told.failed) == ({"a"}, {"a"})
+
+
+def test_of_one_that_was_filled_in_part_the_rest_is_named() -> None:
+    parked = _parked()
+    parked.note([FillEnd(_A, "received", num_blocks=1)])
+    told = parked.take(set())
+    assert (told.finished, told.failed) == ({"a"}, set())
+    assert told.unfilled_blocks == {5, 6}
+
+
+def test_an_aborted_one_is_finished_so_that_its_blocks_are_freed() -> None:
+    parked = _parked()
+    assert parked.take({"a"}).finished == {"a"}
+    parked.note([FillEnd(_A, "received", num_blocks=3)])
+    assert parked.take(set()).finished == set()
+
+
+def test_one_that_was_aborted_just_when_it_failed_is_only_finished() -> None:
+    parked = _parked()
+    parked.note([FillEnd(_A, "received", num_blocks=1)])
+    told = parked.take({"a"})
+    assert (told.finished, told.failed, told.unfilled_blocks) == ({"a"}, set(), set())
+
+
+def test_requests_that_end_without_having_been_parked_are_not_told() -> None:
+    parked = ParkedRequests()
+    parked.note([FillEnd(_A, "failed")])
+    assert parked.take({"a"}).finished == set()
+    parked.add([Load(_A, blocks(1))])
+    assert parked.take(set()).finished == set()
