@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak fix clean
+.PHONY: help demo test test-vllm check soak fix clean
 
 PYTHON ?= python3
 PYTEST ?=
@@ -15,7 +15,7 @@ RUN := .venv/bin/python -m
 export PYTHON
 
 help: ## show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 .venv/.ready: pyproject.toml constraints.txt scripts/set_up.sh
 	@scripts/set_up.sh
@@ -23,9 +23,14 @@ help: ## show this list
 demo: .venv/.ready ## start prefill, decode and router, chat through them, draw a picture
 	@.venv/bin/kvferry demo
 
-test: .venv/.ready ## every test but the long ones
-	@printf '== pytest (without soak) %s\n' '$(PYTEST)'
-	$(RUN) pytest -q -m 'not soak' $(PYTEST)
+test: .venv/.ready ## every test but the long ones and those with real vLLM
+	@printf '== pytest (without soak, vllm) %s\n' '$(PYTEST)'
+	$(RUN) pytest -q -m 'not soak and not vllm' $(PYTEST)
+
+test-vllm: .venv/.ready ## the tests with real vLLM, in an environment of its own (3.5 GB, once)
+	@scripts/set_up_vllm.sh
+	printf '== pytest -m vllm %s\n' '$(PYTEST)'
+	$(RUN) pytest -q -m vllm tests/vllm $(PYTEST)
 
 check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
 	@printf '== ruff check\n'
@@ -54,4 +59,4 @@ fix: .venv/.ready ## let ruff repair and format what it can
 	$(RUN) ruff format .
 
 clean: ## remove .venv and caches
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,6 +6,8 @@ a hook that belongs to the other half is never called.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.clock import SystemClock
 from kvferry.errors import LocalProtocolError
+from kvferry.observe.log import ROOT_LOGGER_NAME, configure_logging
 from kvferry.vllm_plugin.compat import check_engine, check_version
 from kvferry.vllm_plugin.engine_facts import read_facts, read_layout, read_regions
 from kvferry.vllm_plugin.order_link import OrderClient
@@ -80,6 +83,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_beside_vllm()
         check_version(vllm.__version__)
         facts = read_facts(vllm_config, kv_cache_config)
         check_engine(facts)
@@ -245,6 +249,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler_half is None:
             raise LocalProtocolError("a scheduler's hook in a worker's process")
         return self._scheduler_half
+
+
+def _log_beside_vllm() -> None:
+    """Write kvferry's lines where vLLM writes its own, unless someone has said otherwise."""
+    if not logging.getLogger(ROOT_LOGGER_NAME).handlers:
+        configure_logging("info", stream=sys.stderr)
 
 
 def _is_tokens_only(request: Request) -> bool:

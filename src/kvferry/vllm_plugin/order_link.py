@@ -27,8 +27,9 @@ from kvferry.vllm_plugin.orders import (
     encode,
 )
 
-ANSWER_TIMEOUT_S = 5.0
-"""For the worker half's thread to get its turn; it waits for nobody else."""
+ANSWER_TIMEOUT_S = 60.0
+"""For the worker half's thread to get its turn; it waits for nobody else. Only a stopped process
+takes so long, and vLLM itself waits for that one without end."""
 MAX_ORDER_BYTES = 64 * 1024 * 1024
 _HEADER_BYTES = 4
 _CLOSE_TIMEOUT_S = 5.0

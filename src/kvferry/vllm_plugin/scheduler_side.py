@@ -118,10 +118,11 @@ class SchedulerHalf:
         )
 
     def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int:
-        """Return how many tokens beyond the local ones a peer is to fill. No side effect."""
+        """Return how many tokens beyond the local ones a peer is to fill. Safe to repeat."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0
+        tracked.sources.num_cached_tokens = num_computed_tokens
         num_tokens = tracked.num_prompt_tokens
         if tracked.wants_history:
             # The last token is always computed, for its logits.
@@ -142,6 +143,7 @@ class SchedulerHalf:
             return
         if tracked.is_pushed_prefill and not tracked.is_sending:
             self._begin_send(tracked)
+        tracked.sources.began_s = self._clock.monotonic_s()
         wanted_receive, wanted_history = tracked.wants_receive, tracked.wants_history
         tracked.wants_receive = tracked.wants_history = False
         if num_external_tokens > 0 and wanted_receive:
@@ -250,6 +252,9 @@ class SchedulerHalf:
         tracked = self._tracked.get(end.request_id)
         if tracked is not None:
             tracked.is_loading = False
+            if tracked.transfer.role is Role.PREFILL:
+                now_s = self._clock.monotonic_s()
+                tracked.sources.note_read_back(end, self._block_size, now_s)
         if not end.is_received:
             _log.warning("receive of %s: %s %s", end.request_id, end.outcome, end.detail)
 
@@ -298,6 +303,7 @@ class SchedulerHalf:
                 peer=self._hello.address,
                 num_prompt_tokens=num_tokens,
                 lease_s=answer.lease_s,
+                prefill_report=tracked.sources.report(num_tokens, self._clock.monotonic_s()),
             )
         )
 

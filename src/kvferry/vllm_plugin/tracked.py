@@ -6,13 +6,14 @@ vLLM's classes are named by their shape only, so that the half that decides is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.connector.ports import PromptIdentity
 from kvferry.protocol.hashing import chain_root, prompt_digest
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId
-from kvferry.protocol.params import KvTransferParams, Mode, Role
+from kvferry.protocol.params import KvTransferParams, Mode, PrefillReport, Role
+from kvferry.vllm_plugin.orders import FillEnd
 
 
 class Adapter(Protocol):
@@ -92,6 +93,39 @@ class StepFacts:
 
 
 @dataclass(slots=True)
+class PromptSources:
+    """Role prefill: where the prompt's KV has come from so far, and when (monotonic seconds)."""
+
+    num_cached_tokens: int = 0
+    num_read_back_tokens: int = 0
+    num_read_back_bytes: int = 0
+    read_back_outcome: str = ""
+    read_back_s: float = 0.0
+    began_s: float = 0.0
+    """Of the read-back, then of the computation."""
+
+    def note_read_back(self, end: FillEnd, block_size_tokens: int, now_s: float) -> None:
+        """A read-back has ended, well or not."""
+        self.read_back_outcome = end.outcome
+        self.num_read_back_tokens = end.num_blocks * block_size_tokens
+        self.num_read_back_bytes = end.num_bytes
+        self.read_back_s, self.began_s = now_s - self.began_s, now_s
+
+    def report(self, num_prompt_tokens: int, now_s: float) -> PrefillReport:
+        """Return what is told of a prefill that is complete now."""
+        num_had = self.num_cached_tokens + self.num_read_back_tokens
+        return PrefillReport(
+            num_cached_tokens=self.num_cached_tokens,
+            num_read_back_tokens=self.num_read_back_tokens,
+            num_read_back_bytes=self.num_read_back_bytes,
+            num_computed_tokens=max(0, num_prompt_tokens - num_had),
+            read_back_outcome=self.read_back_outcome,
+            read_back_s=self.read_back_s,
+            compute_s=max(0.0, now_s - self.began_s),
+        )
+
+
+@dataclass(slots=True)
 class Tracked:
     """One request with transfer parameters, from its arrival to its end."""
 
@@ -110,6 +144,7 @@ class Tracked:
     num_sent_blocks: int = 0
     """Leading blocks that the exchange was told of since the last preemption."""
     num_restarts: int = 0
+    sources: PromptSources = field(default_factory=PromptSources)
 
     @property
     def request_id(self) -> RequestId:

@@ -1,0 +1,128 @@
+"""What the tests ask real vLLM servers: two legs over HTTP, and the control port."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq
+
+from kvferry.protocol.codec import decode, encode
+from kvferry.protocol.messages import InstanceInfo, InstanceQuery
+from kvferry.protocol.params import PeerAddress
+
+REQUEST_TIMEOUT_S = 90.0
+_CONTROL_TIMEOUT_MS = 10_000
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt by its tokens; ``salt`` keeps it apart from the same one asked elsewhere."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 16
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def body(self, **fields: object) -> Json:
+        return {
+            "model": "m",
+            "prompt": list(self.tokens),
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": self.salt,
+            **fields,
+        }
+
+    def again(self) -> Question:
+        """Return the same question under a fresh salt: nothing of it is cached anywhere."""
+        return Question(self.tokens, self.max_tokens)
+
+    def continued(self, answer: Sequence[int], num_tokens: int, seed: int) -> Question:
+        """Return the conversation's next turn, under the same salt."""
+        tokens = (*self.tokens, *answer, *random_tokens(num_tokens, seed))
+        return Question(tokens, self.max_tokens, self.salt)
+
+
+def random_tokens(num_tokens: int, seed: int) -> tuple[int, ...]:
+    """Return a prompt of that length, the same for the same seed."""
+    choose = random.Random(seed)
+    return tuple(choose.randrange(1000, 40_000) for _ in range(num_tokens))
+
+
+def new_transfer_id() -> str:
+    return "test-" + secrets.token_hex(8)
+
+
+class Client:
+    """Requests to servers, by their URLs."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def complete(self, url: str, question: Question, **fields: object) -> Json:
+        """Return an unstreamed answer; it must be a good one."""
+        async with self._session.post(
+            f"{url}/v1/completions", json=question.body(**fields)
+        ) as response:
+            answer: Json = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+    async def tokens(self, url: str, question: Question, **fields: object) -> list[int]:
+        """Return an answer's tokens."""
+        answer = await self.complete(url, question, **fields)
+        return list(answer["choices"][0]["token_ids"])
+
+    async def streamed_tokens(self, url: str, question: Question, **fields: object) -> list[int]:
+        """Return the tokens of a streamed answer."""
+        tokens: list[int] = []
+        async with self._session.post(
+            f"{url}/v1/completions", json=question.body(stream=True, **fields)
+        ) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                if data.startswith(b"{"):
+                    for choice in msgspec.json.decode(data)["choices"]:
+                        tokens += choice.get("token_ids") or []
+        return tokens
+
+    async def prefill(
+        self, url: str, question: Question, transfer_id: str | None = None, **params: object
+    ) -> Json | None:
+        """Run a prefill leg; return what it offers."""
+        fields = {"transfer_id": transfer_id or new_transfer_id(), "role": "prefill", **params}
+        answer = await self.complete(url, question, kv_transfer_params=fields)
+        assert len(answer["choices"][0]["token_ids"]) == 1
+        offered: Json | None = answer["kv_transfer_params"]
+        return offered
+
+
+def decode_params(transfer_id: str, peer: PeerAddress, mode: str) -> Json:
+    """Return a decode leg's parameters that no prefill leg has offered yet."""
+    fields = msgspec.to_builtins(peer)
+    return {"transfer_id": transfer_id, "role": "decode", "mode": mode, "peer": fields}
+
+
+def ask_instance(control_port: int) -> InstanceInfo:
+    """Return what the instance with that control port says of itself."""
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    try:
+        client.connect(f"tcp://127.0.0.1:{control_port}")
+        client.send(encode(1, InstanceQuery()))
+        assert client.poll(_CONTROL_TIMEOUT_MS), f"nobody answers on control port {control_port}"
+        info = decode(client.recv()).message
+        assert isinstance(info, InstanceInfo)
+        return info
+    finally:
+        client.close(0)
+        context.term()

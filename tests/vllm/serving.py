@@ -1,0 +1,181 @@
+"""Real vLLM servers as processes that a test starts, asks, stops and kills."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kvferry.protocol.params import PeerAddress
+from tests.vllm.asking import ask_instance
+
+ROOT = Path(__file__).parents[2]
+READY_S = 240.0
+STOP_S = 30.0
+_CALM = Path(__file__).parent / "calm"
+
+
+def environment_folder() -> Path:
+    """Return the virtual environment with vLLM; ``KVFERRY_VLLM_ENV`` names another."""
+    return Path(os.environ.get("KVFERRY_VLLM_ENV", ROOT / ".venv-vllm"))
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclasses.dataclass(slots=True)
+class VllmServer:
+    """One ``vllm serve``. ``control_port`` is 0 for one without the plugin."""
+
+    name: str
+    port: int
+    control_port: int
+    log_path: Path
+    command: list[str]
+    core: int
+    process: subprocess.Popen[bytes] = dataclasses.field(init=False)
+
+    def begin(self) -> None:
+        """Start it, or start it again: on the same ports, as another process."""
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=_environment(self.core)
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def peer(self) -> PeerAddress:
+        """Ask the control port who answers there, as a router would."""
+        info = ask_instance(self.control_port)
+        return PeerAddress(info.instance_id, info.epoch, info.control_address)
+
+    def wait_ready(self) -> None:
+        deadline_s = time.monotonic() + READY_S
+        while not self._is_healthy():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline_s, self.log()
+            time.sleep(0.2)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")[-8000:]
+
+    def members(self) -> list[int]:
+        """Return the process ids of the server and all that it has started."""
+        found, waiting = [], [self.process.pid]
+        while waiting:
+            pid = waiting.pop()
+            found.append(pid)
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    waiting += [int(p) for p in (task / "children").read_text().split()]
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all of the server's processes."""
+        for pid in reversed(self.members()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """End all of the server's processes at once."""
+        self.send(signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+    def stop(self) -> None:
+        """End the server, by force where it takes too long."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+        self.send(signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Return vLLM's metrics without their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+        return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+def start(
+    name: str,
+    model: Path,
+    folder: Path,
+    *arguments: str,
+    core: int = 0,
+    extra_config: Mapping[str, object] | None = None,
+) -> VllmServer:
+    """Start a server on one core; with ``extra_config`` it has the plugin."""
+    port, control_port = free_port(), 0
+    command = [
+        str(environment_folder() / "bin" / "vllm"), "serve", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
+        "--max-num-seqs", "16", *arguments,
+    ]  # fmt: skip
+    if extra_config is not None:
+        control_port = free_port()
+        command += ["--kv-transfer-config", _transfer_config(control_port, extra_config)]
+    server = VllmServer(name, port, control_port, folder / f"{name}.log", command, core)
+    server.begin()
+    return server
+
+
+@contextlib.contextmanager
+def running(*servers: VllmServer) -> Iterator[tuple[VllmServer, ...]]:
+    """Wait for ``servers``, and end them afterwards."""
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> str:
+    return json.dumps(
+        {
+            "kv_connector": "FerryConnector",
+            "kv_connector_module_path": "kvferry.vllm_plugin",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"control_port": control_port, **extra_config},
+        }
+    )
+
+
+def _environment(core: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(_CALM),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }

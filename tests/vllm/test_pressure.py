@@ -1,0 +1,59 @@
+"""Pools that are too small for what is asked: requests wait or are preempted, and end right."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tests.vllm.asking import Client, Question, decode_params, new_transfer_id, random_tokens
+from tests.vllm.serving import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+PAIR_ARGUMENTS = ("--num-gpu-blocks-override", "32")
+PAIR_CONFIG = {"prefill_timeout_s": 60.0}
+_AT_ONCE = 6
+
+
+def _questions() -> list[Question]:
+    lengths = (130, 250, 380, 500, 640, 770, 900, 1030)
+    return [Question(random_tokens(n, 200 + n), max_tokens=40) for n in lengths]
+
+
+async def _handed_over(
+    client: Client, prefill: VllmServer, decode: VllmServer, question: Question, mode: str
+) -> list[int]:
+    history = msgspec.to_builtins(decode.peer())
+    if mode == "pull":
+        offered = await client.prefill(prefill.url, question, history=history)
+        return await client.tokens(decode.url, question, kv_transfer_params=offered)
+    transfer_id = new_transfer_id()
+    params = decode_params(transfer_id, prefill.peer(), "push")
+    tokens, _ = await asyncio.gather(
+        client.tokens(decode.url, question, kv_transfer_params=params),
+        client.prefill(prefill.url, question, transfer_id, mode="push", history=history),
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_conversations_beyond_the_pools_end_with_the_right_tokens(
+    prefill: VllmServer, decode: VllmServer, client: Client, mode: str
+) -> None:
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def converse(question: Question) -> None:
+        async with slots:
+            first = await _handed_over(client, prefill, decode, question, mode)
+            following = question.continued(first, 60, 300)
+            second = await _handed_over(client, prefill, decode, following, mode)
+        answers.append((question, first))
+        answers.append((following, second))
+
+    answers: list[tuple[Question, list[int]]] = []
+    questions = _questions()
+    await asyncio.gather(*(converse(question.again()) for question in questions))
+    assert len(answers) == 2 * len(questions)
+    for question, tokens in answers:
+        assert tokens == await client.tokens(decode.url, question.again())
