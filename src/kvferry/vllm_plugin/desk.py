@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.errors import FerryError, LocalProtocolError
@@ -39,6 +40,14 @@ from kvferry.vllm_plugin.pins import PinnedBlocks
 _log = get_logger(__name__)
 
 
+@dataclass(slots=True)
+class _Sending:
+    """A prefill that is pushed: whose it is, and its blocks, pinned until its end."""
+
+    request_id: RequestId
+    blocks: list[BlockNumber] = field(default_factory=list)
+
+
 class Desk:
     """Orders in, ends out. ``obey`` on one thread, ``take_ends`` on another."""
 
@@ -51,8 +60,7 @@ class Desk:
         self._lock = threading.Lock()
         self._request_of: dict[TransferId, RequestId] = {}
         self._failed: list[FillEnd] = []
-        self._sending: dict[TransferId, list[BlockNumber]] = {}
-        """Blocks of prefills that are pushed, all pinned until the prefill's end."""
+        self._sending: dict[TransferId, _Sending] = {}
 
     @property
     def num_receives(self) -> int:
@@ -109,7 +117,7 @@ class Desk:
             case BeginSend():
                 identity = PromptIdentity(order.num_tokens, order.digest)
                 self._exchange.begin_send(order.transfer_id, identity)
-                self._sending[order.transfer_id] = []
+                self._sending[order.transfer_id] = _Sending(order.request_id)
             case AdvanceSend():
                 self._advance(order)
             case RestartSend() | Withdraw():
@@ -164,41 +172,43 @@ class Desk:
             return Answer(lease_s=offer.lease_s)
 
     def _advance(self, order: AdvanceSend) -> None:
-        sending = self._add_sending(order.transfer_id, order.blocks)
-        self._exchange.advance_send(order.transfer_id, tuple(sending), order.num_tokens)
+        sending = self._add_sending(order)
+        self._exchange.advance_send(order.transfer_id, tuple(sending.blocks), order.num_tokens)
 
     def _complete(self, order: CompleteSend) -> Answer:
-        sending = self._add_sending(order.transfer_id, order.blocks)
+        sending = self._add_sending(order)
         # vLLM samples by a generator of its own, so decode computes the last token again.
         end = PrefillEnd(FirstToken(order.first_token_id, seed=0))
         try:
-            offer = self._exchange.complete_send(order.transfer_id, tuple(sending), end)
+            offer = self._exchange.complete_send(order.transfer_id, tuple(sending.blocks), end)
             return Answer(lease_s=offer.lease_s)
         finally:
-            self._pins.drop(self._sending.pop(order.transfer_id))
+            del self._sending[order.transfer_id]
+            self._pins.drop(sending.blocks)
 
-    def _add_sending(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber]
-    ) -> list[BlockNumber]:
-        self._pins.pin(blocks)
-        sending = self._sending.get(transfer_id)
-        if sending is None:
-            self._pins.drop(blocks)
-            raise LocalProtocolError(f"the push of {transfer_id} was not begun")
-        sending += blocks
+    def _add_sending(self, order: AdvanceSend | CompleteSend) -> _Sending:
+        self._pins.pin(order.blocks)
+        sending = self._sending.get(order.transfer_id)
+        # Another request under the same id must not be sent as this one's prompt.
+        if sending is None or sending.request_id != order.request_id:
+            self._pins.drop(order.blocks)
+            raise LocalProtocolError(f"the push of {order.transfer_id} was not begun")
+        sending.blocks += order.blocks
         return sending
 
     def _stop_sending(self, order: RestartSend | Withdraw) -> None:
         """What runs has references of its own; nothing new starts from these blocks."""
-        blocks = self._sending.pop(order.transfer_id, None)
-        if isinstance(order, RestartSend):
-            if blocks is None:
-                return
-            self._exchange.advance_send(order.transfer_id, (), 0)
-            self._sending[order.transfer_id] = []
-        else:
+        sending = self._sending.get(order.transfer_id)
+        if sending is not None and sending.request_id != order.request_id:
+            return
+        if isinstance(order, Withdraw):
             self._exchange.withdraw(order.transfer_id)
-        self._pins.drop(blocks or ())
+            self._sending.pop(order.transfer_id, None)
+        elif sending is not None:
+            self._exchange.advance_send(order.transfer_id, (), 0)
+        if sending is not None:
+            blocks, sending.blocks = sending.blocks, []
+            self._pins.drop(blocks)
 
     # -- whose fault --------------------------------------------------------------------------
 

@@ -75,6 +75,7 @@ class Offer(_Order, frozen=True, tag="offer"):
 class BeginSend(_Order, frozen=True, tag="begin_send"):
     """Push: a prefill has its blocks."""
 
+    request_id: RequestId
     transfer_id: TransferId
     num_tokens: int
     digest: bytes
@@ -83,6 +84,7 @@ class BeginSend(_Order, frozen=True, tag="begin_send"):
 class AdvanceSend(_Order, frozen=True, tag="advance_send"):
     """Push: the KV of ``num_tokens`` leading tokens is complete; ``blocks`` are new since."""
 
+    request_id: RequestId
     transfer_id: TransferId
     blocks: Blocks
     num_tokens: int
@@ -91,12 +93,14 @@ class AdvanceSend(_Order, frozen=True, tag="advance_send"):
 class RestartSend(_Order, frozen=True, tag="restart_send"):
     """Push: the prefill was preempted and will have other blocks."""
 
+    request_id: RequestId
     transfer_id: TransferId
 
 
 class CompleteSend(_Order, frozen=True, tag="complete_send"):
     """Push: the prefill is complete; ``blocks`` are new since the last order. Answered."""
 
+    request_id: RequestId
     transfer_id: TransferId
     blocks: Blocks
     first_token_id: int
@@ -105,6 +109,7 @@ class CompleteSend(_Order, frozen=True, tag="complete_send"):
 class Withdraw(_Order, frozen=True, tag="withdraw"):
     """Push: the prefill ends without a handoff."""
 
+    request_id: RequestId
     transfer_id: TransferId
 
 

@@ -161,7 +161,7 @@ class SchedulerHalf:
             if tracked is not None and tracked.is_sending:
                 tracked.num_sent_blocks = 0
                 tracked.num_restarts += 1
-                self._orders.send(RestartSend(tracked.transfer.transfer_id))
+                self._orders.send(RestartSend(tracked.request_id, tracked.transfer.transfer_id))
         sending = []
         for request_id, count in facts.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -264,7 +264,12 @@ class SchedulerHalf:
         tracked.is_sending = True
         identity = tracked.identity
         self._orders.send(
-            BeginSend(tracked.transfer.transfer_id, identity.num_tokens, identity.digest)
+            BeginSend(
+                tracked.request_id,
+                tracked.transfer.transfer_id,
+                identity.num_tokens,
+                identity.digest,
+            )
         )
 
     def _advance(self, tracked: Tracked, num_tokens: int) -> None:
@@ -276,7 +281,9 @@ class SchedulerHalf:
             return
         self._references.take(new)
         tracked.num_sent_blocks += len(new)
-        self._orders.send(AdvanceSend(tracked.transfer.transfer_id, new, num_tokens))
+        self._orders.send(
+            AdvanceSend(tracked.request_id, tracked.transfer.transfer_id, new, num_tokens)
+        )
 
     def _hand_over(
         self, tracked: Tracked, block_ids: Sequence[int], *, ended_well: bool
@@ -289,7 +296,7 @@ class SchedulerHalf:
         )
         if not (ended_well and is_complete):
             if tracked.is_pushed_prefill:
-                self._orders.send(Withdraw(transfer.transfer_id))
+                self._orders.send(Withdraw(tracked.request_id, transfer.transfer_id))
             return None
         answer = self._offer(tracked, blocks)
         if answer.error:
@@ -313,7 +320,9 @@ class SchedulerHalf:
             new = blocks[tracked.num_sent_blocks :]
             self._references.take(new)
             first_token_id = tracked.request.all_token_ids[tracked.num_prompt_tokens]
-            return self._orders.ask(CompleteSend(transfer_id, new, first_token_id))
+            return self._orders.ask(
+                CompleteSend(tracked.request_id, transfer_id, new, first_token_id)
+            )
         self._references.take(blocks)
         identity = tracked.identity
         return self._orders.ask(Offer(transfer_id, identity.num_tokens, identity.digest, blocks))

@@ -223,7 +223,7 @@ def test_a_preempted_push_starts_again_with_other_blocks() -> None:
     rig.half.plan_step(StepFacts({"p": 4}))
     rig.orders.take()
     rig.half.plan_step(StepFacts({}, frozenset({"p"})))
-    assert rig.orders.take() == [RestartSend(begin_id(request))]
+    assert rig.orders.take() == [RestartSend(RequestId("p"), begin_id(request))]
     # The output of a step from before the preemption says nothing of the new blocks.
     rig.half.note_step_done(StepReport(2))
     assert rig.orders.take() == []
@@ -240,7 +240,7 @@ def test_a_push_that_is_aborted_is_withdrawn_begun_or_not() -> None:
     rig = _Rig()
     request = _prefill(rig, mode="push")
     rig.end(request, ended_well=False)
-    assert rig.orders.take() == [Withdraw(begin_id(request))]
+    assert rig.orders.take() == [Withdraw(RequestId("p"), begin_id(request))]
 
 
 def test_a_history_is_read_into_the_blocks_after_the_cached_ones() -> None:

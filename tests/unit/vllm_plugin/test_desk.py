@@ -1,0 +1,307 @@
+"""Orders obeyed: which reference is dropped when, and whose end it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry.connector.ports import (
+    ConnectorSnapshot,
+    FirstTokenArrival,
+    HandoffOffer,
+    PrefillEnd,
+    PromptIdentity,
+    ReceiveOutcome,
+    ReceiveResult,
+)
+from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId, TransferId
+from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.vllm_plugin.desk import Desk
+from kvferry.vllm_plugin.orders import (
+    AdvanceSend,
+    Begin,
+    BeginSend,
+    CompleteSend,
+    End,
+    Fill,
+    FillHistory,
+    LetGo,
+    Offer,
+    RestartSend,
+    Retain,
+    Withdraw,
+)
+from kvferry.vllm_plugin.pins import PinnedBlocks
+from tests.unit.vllm_plugin.fake_engine import PEER, blocks
+
+_DIGEST = b"d" * 32
+_A, _X = RequestId("a"), TransferId("x")
+_BEGIN = Begin(_A, _X, PEER, 8, _DIGEST, Mode.PULL)
+
+
+class _Exchange:
+    """Holds what it is given to fill, offer or send, as the real one does."""
+
+    def __init__(self, pins: PinnedBlocks) -> None:
+        self.pins = pins
+        self.results: list[ReceiveResult] = []
+        self.held: dict[TransferId, tuple[BlockNumber, ...]] = {}
+        self.calls: list[tuple[object, ...]] = []
+        self.error: Exception | None = None
+
+    def _hold(self, transfer_id: TransferId, given: Sequence[BlockNumber]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.pins.hold(given)
+        self.held[transfer_id] = tuple(given)
+
+    def let_go(self, transfer_id: TransferId) -> None:
+        self.pins.drop(self.held.pop(transfer_id))
+
+    def begin_receive(
+        self,
+        transfer_id: TransferId,
+        peer: PeerAddress,
+        prompt: PromptIdentity,
+        *,
+        mode: Mode = Mode.PULL,
+    ) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(("begin_receive", transfer_id, mode))
+
+    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+        return True
+
+    def receive(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
+    ) -> None:
+        self._hold(transfer_id, blocks)
+
+    def give_back(self, transfer_id: TransferId) -> bool:
+        return False
+
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        self.calls.append(("end_receive", transfer_id, needed))
+
+    def take_results(self) -> list[ReceiveResult]:
+        results, self.results = self.results, []
+        return results
+
+    def take_first_tokens(self) -> list[FirstTokenArrival]:
+        return []
+
+    def contact(self, peer: PeerAddress) -> None:
+        self.calls.append(("contact", peer))
+
+    def read_history(
+        self,
+        peer: PeerAddress,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        min_blocks: int,
+    ) -> TransferId:
+        transfer_id = TransferId("history-1")
+        self._hold(transfer_id, blocks)
+        return transfer_id
+
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        self.calls.append(("begin_send", transfer_id))
+
+    def advance_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
+    ) -> None:
+        self.calls.append(("advance_send", tuple(blocks), num_tokens))
+
+    def complete_send(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
+    ) -> HandoffOffer:
+        self._hold(transfer_id, blocks)
+        return HandoffOffer(PEER, 30.0)
+
+    def take_stopped_sends(self) -> list[TransferId]:
+        return []
+
+    def offer(
+        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
+    ) -> HandoffOffer:
+        self._hold(transfer_id, blocks)
+        return HandoffOffer(PEER, 30.0)
+
+    def withdraw(self, transfer_id: TransferId) -> None:
+        self.calls.append(("withdraw", transfer_id))
+
+    def give_up_oldest(self, num_blocks: int) -> int:
+        return 0
+
+    def snapshot(self) -> ConnectorSnapshot:
+        return ConnectorSnapshot()
+
+
+class _Rig:
+    def __init__(self) -> None:
+        self.pins = PinnedBlocks(32)
+        self.exchange = _Exchange(self.pins)
+        self.num_told = 0
+        self.desk = Desk(self.exchange, self.pins, self._tell)
+
+    def _tell(self) -> None:
+        self.num_told += 1
+
+
+@pytest.fixture
+def rig() -> _Rig:
+    return _Rig()
+
+
+def test_blocks_come_back_once_the_exchange_has_let_go_of_them(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.desk.obey(Fill(_A, _X, blocks(4, 5), 0))
+    assert rig.pins.take_returned() == []
+    rig.exchange.let_go(_X)
+    assert rig.pins.take_returned() == [4, 5]
+
+
+def test_a_result_is_its_requests_end(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.desk.obey(Fill(_A, _X, blocks(4, 5), 0))
+    result = ReceiveResult(_X, ReceiveOutcome.RECEIVED, num_bytes=9, num_blocks=2)
+    rig.exchange.results = [result]
+    (end,) = rig.desk.take_ends()
+    assert (end.request_id, end.num_blocks, end.num_bytes, end.is_received) == (_A, 2, 9, True)
+    assert rig.desk.take_ends() == []
+
+
+def test_a_push_that_was_written_has_filled_all(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.exchange.results = [ReceiveResult(_X, ReceiveOutcome.RECEIVED)]
+    (end,) = rig.desk.take_ends()
+    assert end.is_received
+    assert blocks(1, 2)[end.num_blocks :] == ()
+
+
+def test_a_receive_that_cannot_begin_fails_when_its_blocks_are_there(rig: _Rig) -> None:
+    rig.exchange.error = RequestError("in use")
+    rig.desk.obey(_BEGIN)
+    assert rig.desk.take_ends() == []
+    rig.exchange.error = None
+    rig.desk.obey(Fill(_A, _X, blocks(4), 0))
+    (end,) = rig.desk.take_ends()
+    assert (end.request_id, end.is_received) == (_A, False)
+    assert rig.pins.take_returned() == [4]
+    assert rig.num_told == 1
+
+
+def test_a_second_request_under_one_transfer_id_fails_alone(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.exchange.error = RequestError("in use")
+    rig.desk.obey(Begin(RequestId("b"), _X, PEER, 8, _DIGEST, Mode.PULL))
+    rig.exchange.error = None
+    rig.desk.obey(Fill(RequestId("b"), _X, blocks(1), 0))
+    rig.desk.obey(Fill(_A, _X, blocks(2), 0))
+    assert [end.request_id for end in rig.desk.take_ends()] == ["b"]
+    assert rig.exchange.held == {_X: blocks(2)}
+
+
+def test_nothing_is_told_of_a_request_that_was_ended(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.desk.obey(Fill(_A, _X, blocks(4), 0))
+    rig.desk.obey(End(_A, True))
+    assert rig.exchange.calls[-1] == ("end_receive", _X, True)
+    rig.exchange.results = [ReceiveResult(_X, ReceiveOutcome.RECEIVED, num_blocks=1)]
+    assert rig.desk.take_ends() == []
+    assert rig.desk.num_receives == 0
+
+
+def test_a_history_is_its_requests_too_and_ended_with_it(rig: _Rig) -> None:
+    rig.desk.obey(FillHistory(_A, PEER, (BlockHash(b"h" * 32),), blocks(4), 1))
+    history = next(iter(rig.exchange.held))
+    rig.exchange.results = [ReceiveResult(history, ReceiveOutcome.GONE, "not here")]
+    (end,) = rig.desk.take_ends()
+    assert (end.request_id, end.outcome, end.num_blocks) == (_A, "gone", 0)
+    rig.desk.obey(End(_A, True))
+    assert rig.exchange.calls[-1] == ("end_receive", history, True)
+
+
+def test_a_history_that_cannot_be_asked_for_is_a_failure(rig: _Rig) -> None:
+    rig.exchange.error = LocalProtocolError("unequal")
+    rig.desk.obey(FillHistory(_A, PEER, (BlockHash(b"h" * 32),), blocks(4), 1))
+    (end,) = rig.desk.take_ends()
+    assert not end.is_received
+    assert rig.pins.take_returned() == [4]
+
+
+def test_an_offer_is_answered_and_kept_by_the_exchange(rig: _Rig) -> None:
+    answer = rig.desk.obey(Offer(_X, 8, _DIGEST, blocks(1, 2)))
+    assert (answer.lease_s, answer.error) == (30.0, "")
+    assert rig.pins.take_returned() == []
+    rig.exchange.let_go(_X)
+    assert rig.pins.take_returned() == [1, 2]
+
+
+def test_an_offer_that_is_refused_is_answered_with_why(rig: _Rig) -> None:
+    rig.exchange.error = RequestError("used before")
+    assert rig.desk.obey(Offer(_X, 8, _DIGEST, blocks(1))).error == "used before"
+    assert rig.pins.take_returned() == [1]
+
+
+def test_a_pushs_blocks_stay_pinned_until_its_prefill_ends(rig: _Rig) -> None:
+    rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(2), 8))
+    assert rig.exchange.calls[-1] == ("advance_send", blocks(1, 2), 8)
+    answer = rig.desk.obey(CompleteSend(_A, _X, blocks(3), 7))
+    assert answer.lease_s == 30.0
+    assert rig.pins.take_returned() == []
+    rig.exchange.let_go(_X)
+    assert rig.pins.take_returned() == [1, 2, 3]
+
+
+def test_a_preempted_push_offers_nothing_until_it_has_blocks_again(rig: _Rig) -> None:
+    rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
+    rig.desk.obey(RestartSend(_A, _X))
+    # Told before the pins go: no registration may start a WRITE from these blocks any more.
+    assert rig.exchange.calls[-1] == ("advance_send", (), 0)
+    assert rig.pins.take_returned() == [1]
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(9), 4))
+    assert rig.exchange.calls[-1] == ("advance_send", blocks(9), 4)
+
+
+def test_a_push_that_is_withdrawn_gives_its_blocks_back(rig: _Rig) -> None:
+    rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
+    rig.desk.obey(Withdraw(_A, _X))
+    assert rig.exchange.calls[-1] == ("withdraw", _X)
+    assert rig.pins.take_returned() == [1]
+
+
+def test_a_push_that_was_refused_keeps_no_block(rig: _Rig) -> None:
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
+    assert rig.desk.obey(CompleteSend(_A, _X, blocks(2), 7)).error
+    assert sorted(rig.pins.take_returned()) == [1, 2]
+
+
+def test_another_request_under_the_same_id_is_never_sent_as_this_one(rig: _Rig) -> None:
+    other = RequestId("b")
+    rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
+    rig.desk.obey(AdvanceSend(other, _X, blocks(7), 8))
+    rig.desk.obey(RestartSend(other, _X))
+    rig.desk.obey(Withdraw(other, _X))
+    assert rig.desk.obey(CompleteSend(other, _X, blocks(8), 7)).error
+    assert sorted(rig.pins.take_returned()) == [7, 8]
+    rig.desk.obey(AdvanceSend(_A, _X, blocks(2), 8))
+    assert rig.exchange.calls[-1] == ("advance_send", blocks(1, 2), 8)
+    assert ("withdraw", _X) not in rig.exchange.calls
+
+
+def test_retained_blocks_are_found_until_they_are_let_go_of(rig: _Rig) -> None:
+    block_hash = BlockHash(b"h" * 32)
+    rig.desk.obey(Retain((block_hash,), blocks(4)))
+    assert rig.pins.acquire_cached([block_hash]) == list(blocks(4))
+    rig.desk.obey(LetGo((block_hash,)))
+    rig.pins.drop(blocks(4))
+    assert rig.pins.take_returned() == [4]
