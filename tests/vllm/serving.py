@@ -52,7 +52,12 @@ class VllmServer:
         """Start it, or start it again: on the same ports, as another process."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=_environment(self.core)
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(self.core),
+                # What ends a group of processes must not end the tests with it.
+                start_new_session=True,
             )
 
     @property

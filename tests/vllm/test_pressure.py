@@ -11,7 +11,7 @@ from tests.vllm.asking import Client, Question, decode_params, new_transfer_id, 
 from tests.vllm.serving import VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-PAIR_ARGUMENTS = ("--num-gpu-blocks-override", "32")
+PAIR_ARGUMENTS = ("--num-gpu-blocks-override", "32", "--max-model-len", "2048")
 PAIR_CONFIG = {"prefill_timeout_s": 60.0}
 _AT_ONCE = 6
 
