@@ -112,10 +112,21 @@ class VllmServer:
 
     def metrics(self) -> dict[str, float]:
         """Return vLLM's metrics without their labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+        pairs = (line.rsplit(" ", 1) for line in self._metric_lines() if line.startswith("vllm:"))
         return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+    def figure(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric over all its labels but the given ones."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = (line for line in self._metric_lines() if line.startswith(f"{name}{{"))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
+        )
+
+    def _metric_lines(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            content: bytes = answer.read()
+            return content.decode().splitlines()
 
     def _is_healthy(self) -> bool:
         try:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.vllm.asking import Client, decode_params, new_transfer_id
+from tests.vllm.asking import Client, ask_instance, decode_params, new_transfer_id
 from tests.vllm.conftest import Answers
 from tests.vllm.serving import VllmServer
 
@@ -83,6 +83,22 @@ async def test_the_same_prompt_again_needs_nothing_of_the_peer(
     # All but the partial tail is cached; the tail is moved if it is worth it.
     tail = len(fresh.tokens) % 128
     assert decode.metrics()[_HITS] - hits_before == (tail if tail >= _MIN_MOVED_TOKENS else 0)
+
+
+async def test_metrics_tell_what_was_moved(
+    prefill: VllmServer, decode: VllmServer, client: Client, plain_answers: Answers
+) -> None:
+    fresh = plain_answers[-1][0].again()
+    received = {"mode": "pull", "outcome": "received"}
+    num_before = decode.figure("kvferry_receives_total", **received)
+    bytes_before = decode.figure("kvferry_transfer_bytes_total", mode="pull")
+    offered = await client.prefill(prefill.url, fresh)
+    await client.tokens(decode.url, fresh, kv_transfer_params=offered)
+    assert decode.figure("kvferry_receives_total", **received) == num_before + 1
+    moved = decode.figure("kvferry_transfer_bytes_total", mode="pull") - bytes_before
+    assert (
+        moved == -(-len(fresh.tokens) // 128) * ask_instance(decode.control_port).layout.block_bytes
+    )
 
 
 async def test_an_instance_tells_the_router_who_it_is(

@@ -34,11 +34,18 @@ from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
 from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
 from kvferry.vllm_plugin.settings import parse_settings
 from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.vllm_metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm_plugin.worker_side import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -146,6 +153,31 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Send the step's report to the scheduler half."""
         report = self._worker.report()
         return FerryReport(report) if report is not None else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Send the figures on their way to vLLM's metrics, when they have changed."""
+        if self._worker_half is None:  # the scheduler's object, which has none of its own
+            return None
+        values = self._worker_half.take_figures()
+        return FerryStats(data=dict(values)) if values else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Make figures of what was sent."""
+        return FerryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Show the figures among vLLM's metrics."""
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End what this process has of the exchange."""

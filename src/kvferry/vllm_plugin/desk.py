@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvferry.connector.exchange import HISTORY_MODE
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.observe.log import get_logger
@@ -59,6 +60,7 @@ class Desk:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._request_of: dict[TransferId, RequestId] = {}
+        self._mode_of: dict[TransferId, str] = {}
         self._failed: list[FillEnd] = []
         self._sending: dict[TransferId, _Sending] = {}
 
@@ -96,6 +98,7 @@ class Desk:
                         result.detail,
                         num_blocks if received else 0,
                         result.num_bytes,
+                        self._mode_of.get(result.transfer_id, ""),
                     )
                 )
             return ends
@@ -139,6 +142,7 @@ class Desk:
         self._exchange.begin_receive(order.transfer_id, order.peer, identity, mode=order.mode)
         with self._lock:
             self._request_of[order.transfer_id] = order.request_id
+            self._mode_of[order.transfer_id] = order.mode.value
 
     def _fill(self, order: Fill) -> None:
         with self._pinned(order.blocks), self._failing(order.request_id):
@@ -153,12 +157,14 @@ class Desk:
                 order.peer, order.hashes, order.blocks, order.min_blocks
             )
             self._request_of[transfer_id] = order.request_id
+            self._mode_of[transfer_id] = HISTORY_MODE
 
     def _end(self, order: End) -> None:
         with self._lock:
             ended = [t for t, r in self._request_of.items() if r == order.request_id]
             for transfer_id in ended:
                 del self._request_of[transfer_id]
+                del self._mode_of[transfer_id]
             self._failed = [f for f in self._failed if f.request_id != order.request_id]
         for transfer_id in ended:
             self._exchange.end_receive(transfer_id, needed=order.needed)

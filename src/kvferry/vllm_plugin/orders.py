@@ -166,6 +166,8 @@ class FillEnd(msgspec.Struct, frozen=True):
     detail: str = ""
     num_blocks: int = 0
     num_bytes: int = 0
+    mode: str = ""
+    """As the exchange's metrics name it."""
 
     @property
     def is_received(self) -> bool:

@@ -95,14 +95,14 @@ class Retaining:
             self._orders.send(Retain(tuple(hashes[:num_kept]), blocks))
         self._let_go(leaving)
 
-    def keep_room(self, num_running: int, num_waiting_blocks: int) -> None:
+    def keep_room(self, num_running_blocks: int, num_waiting_blocks: int) -> None:
         """Retention, then unread handoffs, give way to what runs and to the largest prompt.
 
         Called once a step; ``num_waiting_blocks`` are those of the largest prompt that has none.
         """
         self._let_go(self._retained.expire())
         self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
-        short = num_running + num_waiting_blocks - self._references.num_free
+        short = num_running_blocks + num_waiting_blocks - self._references.num_free
         if short <= 0 or self._num_steps_to_wait:
             return
         self._num_steps_to_wait = _STEPS_TO_COME_BACK

@@ -16,6 +16,7 @@ from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Role, emit_params, parse_params
+from kvferry.vllm_plugin.needs import BlockNeeds
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
     Answer,
@@ -59,8 +60,7 @@ class SchedulerHalf:
         self._block_size = block_size_tokens
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
-        self._waiting_blocks: dict[str, int] = {}
-        """Blocks of the prompts that have none yet."""
+        self._needs = BlockNeeds(block_size_tokens)
         self._loads: list[Load] = []
         self._step = 0
         self._steps: deque[tuple[int, list[tuple[Tracked, int, int]]]] = deque()
@@ -90,7 +90,7 @@ class SchedulerHalf:
         tokens = request.prompt_token_ids
         if tokens is None or not is_supported:
             return
-        self._waiting_blocks[request.request_id] = self._blocks_for(len(tokens))
+        self._needs.arrive(request)
         transfer = _transfer_of(request)
         if transfer is None:
             return
@@ -137,7 +137,7 @@ class SchedulerHalf:
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """A request has its blocks; ``num_external_tokens`` of its tokens are to be filled."""
-        self._waiting_blocks.pop(request.request_id, None)
+        self._needs.admit(request)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -157,6 +157,7 @@ class SchedulerHalf:
         """vLLM has planned a step; return what goes to the worker half with it."""
         self._step += 1
         for request_id in facts.preempted:
+            self._needs.preempt(request_id)
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_sending:
                 tracked.num_sent_blocks = 0
@@ -170,8 +171,8 @@ class SchedulerHalf:
                 sending.append((tracked, tracked.num_restarts, computed))
         if sending:
             self._steps.append((self._step, sending))
-        largest = max(self._waiting_blocks.values(), default=0)
-        self._retaining.keep_room(len(facts.num_scheduled_tokens), largest)
+        num_running = len(facts.num_scheduled_tokens) + self._needs.num_running_blocks()
+        self._retaining.keep_room(num_running, self._needs.num_waiting_blocks())
         loads, self._loads = tuple(self._loads), []
         has_forward = bool(facts.num_scheduled_tokens)
         return StepOrders(self._step, loads, has_forward, self._references.num_free)
@@ -194,7 +195,7 @@ class SchedulerHalf:
 
         ``ended_well``: it was not aborted, and has not failed.
         """
-        self._waiting_blocks.pop(request.request_id, None)
+        self._needs.end(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             self._retaining.retain(request, block_ids, None)
@@ -252,6 +253,9 @@ class SchedulerHalf:
         tracked = self._tracked.get(end.request_id)
         if tracked is not None:
             tracked.is_loading = False
+            if not end.is_received:
+                # A push may fail before its request has blocks: it need not be parked for that.
+                tracked.wants_receive = False
             if tracked.transfer.role is Role.PREFILL:
                 now_s = self._clock.monotonic_s()
                 tracked.sources.note_read_back(end, self._block_size, now_s)

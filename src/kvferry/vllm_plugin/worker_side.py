@@ -22,6 +22,7 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
 from kvferry.vllm_plugin.desk import Desk
+from kvferry.vllm_plugin.figures import Figures, FigureValues
 from kvferry.vllm_plugin.order_link import OrderServer
 from kvferry.vllm_plugin.orders import FillEnd, Load, StepOrders, StepReport, WorkerHello
 from kvferry.vllm_plugin.pins import PinnedBlocks
@@ -98,6 +99,8 @@ class WorkerHalf:
         self._parked = ParkedRequests()
         self._ends = StepEnds()
         self._new_ends: tuple[FillEnd, ...] = ()
+        self._figures = Figures()
+        self._shown: FigureValues = {}
         self._orders = StepOrders(0)
         self._pins = PinnedBlocks(regions[0].num_blocks)
         with contextlib.ExitStack() as parts:
@@ -107,6 +110,7 @@ class WorkerHalf:
             memory = ExchangeMemory(self._pins, layout, transport)
             exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
+            self._exchange = exchange
             self._desk = Desk(exchange, self._pins, self._event.set)
             server = OrderServer(self._desk.obey)
             parts.callback(server.close)
@@ -146,6 +150,14 @@ class WorkerHalf:
             return None
         return StepReport(self._orders.step, returned, ends)
 
+    def take_figures(self) -> FigureValues | None:
+        """Return all figures if any has changed since the last call."""
+        values = self._figures.values(self._exchange.snapshot(), self._pins.num_retained)
+        if values == self._shown:
+            return None
+        self._shown = values
+        return values
+
     def close(self) -> None:
         """End the exchange and the transport. Safe to repeat."""
         self._parts.close()
@@ -154,6 +166,7 @@ class WorkerHalf:
         self._event.clear()
         ends = self._desk.take_ends()
         self._new_ends += tuple(ends)
+        self._figures.count(ends)
         self._parked.note(ends)
 
 

@@ -133,6 +133,17 @@ def test_a_request_is_filled_once_only() -> None:
     assert rig.orders.take() == []
 
 
+def test_a_push_that_fails_before_there_are_blocks_is_not_parked_for_it() -> None:
+    rig = _Rig()
+    request = _decode(rig, mode="push")
+    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "gone"),)))
+    assert rig.half.count_external(request, 0) == 0
+    rig.orders.take()
+    rig.allocate(request, 0, 3, external=0)
+    rig.end(request)
+    assert rig.orders.take() == [End(RequestId("d"), True)]
+
+
 def test_returned_pins_are_given_back_to_the_pool_tails_first() -> None:
     rig = _Rig()
     request = _decode(rig)
