@@ -107,6 +107,14 @@ class Turn:
         return asyncio.create_task(self.client.post(program, body, bound_s=self.bound_s))
 
 
+async def second_turn(
+    client: Client, prefill: Program, holder: Program, talk: Talk, mode: str = "pull"
+) -> Turn:
+    """The turn after ``begin_talk``, decoded by who holds the history."""
+    history = await peer_of(client, holder)
+    return Turn(client, prefill, holder, talk.second, history, mode, bound_s=2 * BOUND_S)
+
+
 def prefill_report(answer: Answer) -> Json:
     """What prefill says of its part, in either leg's answer; of a push, if decode needed it."""
     report = answer.report["prefill"] or {}

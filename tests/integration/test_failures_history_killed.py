@@ -78,7 +78,7 @@ async def history(client: Client, deployment: Deployment) -> Json:
     return await peer_of(client, deployment["decode"])
 
 
-def second_turn(
+def elsewhere(
     client: Client, deployment: Deployment, talk: Talk, history: Json, mode: str = "pull"
 ) -> Turn:
     """The next turn, decoded by another instance than the one that holds the history."""
@@ -96,7 +96,7 @@ async def test_holder_killed_between_the_turns(
     prefill = deployment["prefill"]
     num_unreachable = await num_read_backs(client, prefill, "unreachable")
     deployment["decode"].kill()
-    answer = await second_turn(client, deployment, talk, history).run()
+    answer = await elsewhere(client, deployment, talk, history).run()
     assert answer.token_ids == talk.second_right
     assert read_back(answer) == ("unreachable", 0)
     assert await num_read_backs(client, prefill, "unreachable") == num_unreachable + 1
@@ -127,7 +127,7 @@ async def test_holder_killed_while_it_is_asked(
     client: Client, deployment: Deployment, talk: Talk, history: Json
 ) -> None:
     decode = deployment["decode"]
-    turn = second_turn(client, deployment, talk, history)
+    turn = elsewhere(client, deployment, talk, history)
     decode.pause()
     leg = await begin_asking(turn)
     decode.kill()
@@ -144,7 +144,7 @@ async def test_holder_killed_during_the_read(
 ) -> None:
     prefill, decode = deployment["prefill"], deployment["decode"]
     for _ in range(MAX_ATTEMPTS):
-        turn = second_turn(client, deployment, talk, history, mode)
+        turn = elsewhere(client, deployment, talk, history, mode)
         receiving = await turn.begin_decode(None) if mode == "push" else None
         leg = await begin_reading(turn)
         decode.kill()
@@ -170,12 +170,12 @@ async def test_reader_killed_during_the_read(
     prefill, decode = deployment["prefill"], deployment["decode"]
     for _ in range(MAX_ATTEMPTS):
         num_expired = await num_leases(client, decode, "expired")
-        leg = await begin_reading(second_turn(client, deployment, talk, history))
+        leg = await begin_reading(elsewhere(client, deployment, talk, history))
         prefill.kill()
         with pytest.raises(aiohttp.ClientError):
             await leg
         prefill.restore()
-        answer = await second_turn(client, deployment, talk, history).run()
+        answer = await elsewhere(client, deployment, talk, history).run()
         assert answer.token_ids == talk.second_right
         assert read_back(answer) == ("received", talk.num_held_tokens)
         await client.wait_whole(decode)
@@ -189,9 +189,9 @@ async def test_a_hint_at_an_earlier_start_while_the_present_one_is_read(
 ) -> None:
     """It may cost the other its READ, never its tokens; soon all is as before."""
     prefill, decode = deployment["prefill"], deployment["decode"]
-    turn = second_turn(client, deployment, talk, history)
+    turn = elsewhere(client, deployment, talk, history)
     leg = await begin_reading(turn)
-    stale = second_turn(client, deployment, talk.again(), history | {"epoch": 12345})
+    stale = elsewhere(client, deployment, talk.again(), history | {"epoch": 12345})
     answer = await stale.run()
     assert answer.token_ids == talk.second_right
     assert read_back(answer) == ("gone", 0)
@@ -200,6 +200,6 @@ async def test_a_hint_at_an_earlier_start_while_the_present_one_is_read(
     await client.wait_whole(prefill, decode)
     again = talk.again()
     await begin_talk(client, decode, again)
-    answer = await second_turn(client, deployment, again, history).run()
+    answer = await elsewhere(client, deployment, again, history).run()
     assert answer.token_ids == talk.second_right
     assert read_back(answer) == ("received", talk.num_held_tokens)

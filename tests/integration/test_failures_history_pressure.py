@@ -18,10 +18,9 @@ from tests.integration.deployment_client import (
     open_client,
     salted,
 )
-from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
+from tests.integration.deployment_setup import BOUND_S, Deployment, open_deployment
 from tests.integration.history_legs import (
     Talk,
-    Turn,
     begin_asking,
     begin_talk,
     fill,
@@ -29,8 +28,8 @@ from tests.integration.history_legs import (
     read_back,
     reset_prefix_cache,
     run_all,
+    second_turn,
 )
-from tests.integration.push_legs import peer_of
 
 pytestmark = pytest.mark.slow
 
@@ -81,13 +80,6 @@ async def talk(client: Client, deployment: Deployment, known_talks: list[Talk]) 
         known_talks.append(await known_talk(client, plain, NUM_TOKENS, NUM_NEW_TOKENS))
     assert known_talks[0].num_held_tokens == NUM_HELD_BLOCKS * 16
     return known_talks[0].again()
-
-
-async def second_turn(
-    client: Client, prefill: Program, holder: Program, talk: Talk, mode: str = "pull"
-) -> Turn:
-    history = await peer_of(client, holder)
-    return Turn(client, prefill, holder, talk.second, history, mode, bound_s=2 * BOUND_S)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

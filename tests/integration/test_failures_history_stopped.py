@@ -1,12 +1,13 @@
-"""The holder of a history, or its reader, is stopped (SIGSTOP) during a read-back, then goes on.
+"""The holder of a history is stopped (SIGSTOP) during a read-back, then goes on.
 
-The other recovers within its bounds, and no block ever shows what a READ brought too late. Clients
+The reader recovers within its bounds, and no block ever shows what a READ brought too late. Clients
 that leave at the same points have the same to be undone. The KV is wide and moves over TCP, so that
 a fault hits a READ that is under way for certain.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
-    Answer,
     Client,
     Json,
     body_of,
@@ -25,22 +25,22 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
 from tests.integration.history_legs import (
     Talk,
-    Turn,
     begin_asking,
     begin_reading,
     begin_talk,
-    fill,
     known_talk,
     read_back,
     restart_in_place,
+    second_turn,
 )
-from tests.integration.push_legs import leave, peer_of
+from tests.integration.push_legs import leave
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS, NUM_NEW_TOKENS = 320, 70
 MAX_ATTEMPTS = 5
 NUM_BLOCKS = 64
+Case = tuple[Json, list[int]]
 OPTIONS = (
     "--transport", "nixl", "--ucx-tls", "tcp", "--num-blocks", str(NUM_BLOCKS),
     "--max-held-share", "1", "--read-back-timeout-s", "3",
@@ -77,32 +77,53 @@ async def talk(client: Client, deployment: Deployment, known_talks: list[Talk]) 
     return await begun(client, deployment, known_talks[0])
 
 
+@pytest.fixture(scope="module")
+def known_cases() -> list[Case]:
+    return []
+
+
+@pytest.fixture
+async def others(client: Client, deployment: Deployment, known_cases: list[Case]) -> list[Case]:
+    """Prompts of nobody's conversation that together fill a pool, and what is right for each."""
+    while len(known_cases) < 3:
+        body = body_of(fresh_prompt(NUM_TOKENS), 3)
+        known_cases.append((body, await client.plain(deployment["prefill"], body)))
+    return resalted(known_cases)
+
+
+def resalted(cases: list[Case]) -> list[Case]:
+    return [(salted(body), right) for body, right in cases]
+
+
 async def begun(client: Client, deployment: Deployment, known: Talk) -> Talk:
     talk = known.again()
     await begin_talk(client, deployment["decode"], talk)
     return talk
 
 
-async def second_turn(client: Client, deployment: Deployment, talk: Talk) -> Turn:
-    prefill, decode = deployment["prefill"], deployment["decode"]
-    history = await peer_of(client, decode)
-    return Turn(client, prefill, decode, talk.second, history, bound_s=2 * BOUND_S)
-
-
 async def expect_read_back(client: Client, deployment: Deployment, talk: Talk) -> None:
     """Once both are whole, a turn is read back as if nothing had been."""
     await client.wait_whole(*deployment.instances)
     talk = await begun(client, deployment, talk)
-    answer = await (await second_turn(client, deployment, talk)).run()
+    prefill, decode = deployment["prefill"], deployment["decode"]
+    answer = await (await second_turn(client, prefill, decode, talk)).run()
     assert answer.token_ids == talk.second_right
     assert read_back(answer) == ("received", talk.num_held_tokens)
 
 
-async def answers_of(client: Client, program: Program, bodies: list[Json]) -> list[Answer]:
-    return [await client.post(program, body) for body in bodies]
+async def expect_answers(
+    client: Client, program: Program, cases: list[Case], *, is_cached: bool = False
+) -> None:
+    for body, right in cases:
+        answer = await client.post(program, body)
+        assert answer.token_ids == right
+        assert answer.report["num_cached_tokens"] > 0 or not is_cached
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["handshake", "acquire"])
+@pytest.mark.parametrize(
+    "is_known",
+    [pytest.param(False, marks=pytest.mark.soak, id="handshake"), pytest.param(True, id="acquire")],
+)
 async def test_holder_stopped_before_it_is_asked(
     client: Client, deployment: Deployment, talk: Talk, *, is_known: bool
 ) -> None:
@@ -112,7 +133,7 @@ async def test_holder_stopped_before_it_is_asked(
         await expect_read_back(client, deployment, talk)
     else:
         restart_in_place(decode)
-    turns = [await second_turn(client, deployment, each) for each in (talk, talk.again())]
+    turns = [await second_turn(client, prefill, decode, each) for each in (talk, talk.again())]
     decode.pause()
     asking, left = [turn.begin_prefill() for turn in turns]
     await client.wait_figure(prefill, "num_receives", 2)
@@ -130,7 +151,7 @@ async def test_holder_stopped_for_a_moment_while_it_is_asked(
     client: Client, deployment: Deployment, talk: Talk
 ) -> None:
     decode = deployment["decode"]
-    turn = await second_turn(client, deployment, talk)
+    turn = await second_turn(client, deployment["prefill"], decode, talk)
     decode.pause()
     leg = await begin_asking(turn)
     decode.resume()
@@ -140,14 +161,12 @@ async def test_holder_stopped_for_a_moment_while_it_is_asked(
 
 
 async def test_holder_stopped_during_the_read(
-    client: Client, deployment: Deployment, talk: Talk
+    client: Client, deployment: Deployment, talk: Talk, others: list[Case]
 ) -> None:
     """The READ hangs, and may go on at any time: its blocks are nobody's until it cannot."""
     prefill, decode = deployment["prefill"], deployment["decode"]
-    others = [salted(body_of(fresh_prompt(NUM_TOKENS), 3)) for _ in range(3)]
-    rights = [await client.plain(prefill, body) for body in others]
     for _ in range(MAX_ATTEMPTS):
-        turn = await second_turn(client, deployment, talk)
+        turn = await second_turn(client, prefill, decode, talk)
         leg = await begin_reading(turn)
         decode.pause()
         first = await leg
@@ -157,47 +176,46 @@ async def test_holder_stopped_during_the_read(
         decode.resume()
         talk = await begun(client, deployment, talk)
     assert read_back(first) == ("slow", 0)
-    in_quarantine = await answers_of(client, prefill, others)
+    await expect_answers(client, prefill, others)
     await client.withdraw(prefill, first.offered)
     await client.wait_whole(prefill)
-    afterwards = await answers_of(client, prefill, [salted(body) for body in others])
-    assert [answer.token_ids for answer in [*in_quarantine, *afterwards]] == 2 * rights
+    others = resalted(others)
+    await expect_answers(client, prefill, others)
     decode.resume()
     await client.wait_whole(decode)
-    again = await answers_of(client, prefill, others)
-    assert [answer.token_ids for answer in again] == rights
-    answer = await second_turn(client, deployment, talk)
-    assert (await answer.run()).token_ids == talk.second_right
+    await expect_answers(client, prefill, others, is_cached=True)
     await expect_read_back(client, deployment, talk)
 
 
-async def test_reader_stopped_until_the_blocks_are_other_prompts(
-    client: Client, deployment: Deployment, talk: Talk
+async def test_holder_filled_with_other_prompts_during_the_read(
+    client: Client, deployment: Deployment, talk: Talk, others: list[Case]
 ) -> None:
+    """They get every block but those that a lease keeps; the reader stands still meanwhile."""
     prefill, decode = deployment["prefill"], deployment["decode"]
-    for _ in range(MAX_ATTEMPTS):
-        turn = await second_turn(client, deployment, talk)
-        leg = await begin_reading(turn)
-        prefill.pause()
-        await client.wait_whole(decode)  # The lease is over.
-        await fill(client, decode, NUM_BLOCKS // 20 + 1, NUM_TOKENS)
-        prefill.resume()
-        first = await leg
-        answer = await (await turn.begin_decode(first))
-        assert answer.token_ids == talk.second_right
-        if read_back(first)[0] != "received":
-            break
-        talk = await begun(client, deployment, talk)
-    assert read_back(first)[0] in ("expired", "slow", "failed")
-    await expect_read_back(client, deployment, talk)
+    turn = await second_turn(client, prefill, decode, talk)
+    leg = await begin_reading(turn)
+    prefill.pause()
+    await expect_answers(client, decode, others)
+    prefill.resume()
+    answer = await (await turn.begin_decode(await leg))
+    assert answer.token_ids == talk.second_right
+    # The lease may be over first, where others take long.
+    assert read_back(answer)[0] in ("received", "expired", "slow")
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_client_leaves_during_the_read(
-    client: Client, deployment: Deployment, talk: Talk, mode: str
+    client: Client, deployment: Deployment, talk: Talk, others: list[Case], mode: str
 ) -> None:
-    turn = await second_turn(client, deployment, talk)
-    turn.mode = mode
+    """The READ goes on all the same once the holder does, in blocks that nobody else has."""
+    prefill, decode = deployment["prefill"], deployment["decode"]
+    turn = await second_turn(client, prefill, decode, talk, mode)
     leg = await begin_reading(turn)
-    await leave(leg)
+    decode.pause()
+    leg.cancel()
+    await asyncio.gather(leg, return_exceptions=True)
+    await expect_answers(client, prefill, others[:2])
+    decode.resume()
+    await client.wait_whole(prefill, decode)
+    await expect_answers(client, prefill, others[:2], is_cached=True)
     await expect_read_back(client, deployment, talk)
