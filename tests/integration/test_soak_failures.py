@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import time
@@ -31,6 +32,8 @@ from tests.integration.deployment_client import (
     wait_healthy,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
+from tests.integration.history_legs import Turn, read_back
+from tests.integration.push_legs import peer_of
 
 pytestmark = pytest.mark.soak
 
@@ -174,17 +177,34 @@ async def break_things(
 
 
 async def connect_all_pairs(client: Client, prefill: list[Program], decode: list[Program]) -> None:
-    """One handoff between each two, so that every connection there can be is there."""
-    for holder in prefill:
-        for reader in decode:
-            for attempt in range(20):
-                body = salted(body_of(prompt_of(100, attempt), 2))
-                first = await client.prefill(holder, body)
-                answer = await client.decode(reader, body, first.offered)
-                if answer.outcome == "received":
-                    break
-                await asyncio.sleep(0.2)
-            assert answer.outcome == "received"
+    """A handoff and a read-back between each two, so that every connection there can be is there.
+
+    The router has histories read back in any soak, since some requests continue others.
+    """
+    for one, other in itertools.product(prefill, decode):
+        for attempt in range(20):
+            body = body_of(prompt_of(100, attempt), 2)
+            if await hands_over(client, one, other, salted(body)) and await reads_back(
+                client, one, other, salted(body)
+            ):
+                break
+            await asyncio.sleep(0.2)
+        else:
+            pytest.fail(f"{one.name} and {other.name} do not find each other")
+
+
+async def hands_over(client: Client, prefill: Program, decode: Program, body: Json) -> bool:
+    first = await client.prefill(prefill, body)
+    answer = await client.decode(decode, body, first.offered)
+    return answer.outcome == "received"
+
+
+async def reads_back(client: Client, prefill: Program, holder: Program, body: Json) -> bool:
+    assert (await client.post(holder, body)).status == 200
+    turn = Turn(client, prefill, holder, body, await peer_of(client, holder))
+    first = await turn.begin_prefill()
+    await client.withdraw(prefill, first.offered)
+    return read_back(first)[0] == "received"
 
 
 async def assert_resources(deployment: Deployment, before: dict[str, Resources]) -> None:
@@ -230,20 +250,18 @@ Prepare = Callable[[Client, Program, random.Random], Awaitable[Plan]]
 Drive = Callable[
     [Client, Program, Plan, Tally, random.Random, float, Sequence[str]], Coroutine[None, None, None]
 ]
-Connect = Callable[[Client, list[Program], list[Program]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload(Generic[Plan]):
-    """What is asked of a deployment, and how it is seen to be connected throughout."""
+    """What is asked of a deployment."""
 
     prepare: Prepare[Plan]
     drive: Drive[Plan]
     """One of several clients at once, until a time on the clock."""
-    connect: Connect
 
 
-REQUESTS = Workload(known_requests, one_client, connect_all_pairs)
+REQUESTS = Workload(known_requests, one_client)
 
 
 async def soak(
@@ -262,7 +280,7 @@ async def soak(
     )
     async with open_client() as client:
         plan = await workload.prepare(client, prefill[0], rng)
-        await workload.connect(client, prefill, decode)
+        await connect_all_pairs(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
         before = {name: Resources.of(item) for name, item in deployment.programs.items()}
         end_s = time.monotonic() + soak_s
@@ -275,7 +293,7 @@ async def soak(
         assert not tally.wrong, tally.wrong[0]
         deployment.restore()
         await client.wait_whole(*deployment.instances, timeout_s=SETTLE_S)
-        await workload.connect(client, prefill, decode)
+        await connect_all_pairs(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
         await assert_resources(deployment, before)
         await assert_idle(deployment)

@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_client import Answer, Client, body_of, prompt_of, salted
+from tests.integration.deployment_client import Answer, Client, body_of, prompt_of
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
-from tests.integration.history_legs import Turn, read_back
-from tests.integration.push_legs import peer_of
+from tests.integration.history_legs import read_back
 from tests.integration.test_soak_failures import (
     FEW_CANDIDATES,
     MOVES,
@@ -29,7 +28,6 @@ from tests.integration.test_soak_failures import (
     Known,
     Tally,
     Workload,
-    connect_all_pairs,
     soak,
 )
 
@@ -138,22 +136,7 @@ async def one_talker(
         await talker.tell(stories[number], scope)
 
 
-async def connect_both_ways(client: Client, prefill: list[Program], decode: list[Program]) -> None:
-    """As for handoffs; and each prefill instance reads something back from each decode instance."""
-    await connect_all_pairs(client, prefill, decode)
-    for reader, holder in itertools.product(prefill, decode):
-        for attempt in range(20):
-            body = salted(body_of(prompt_of(100, attempt), 2))
-            assert (await client.post(holder, body)).status == 200
-            turn = Turn(client, reader, holder, body, await peer_of(client, holder))
-            outcome = read_back(await turn.run())[0]
-            if outcome == "received":
-                break
-            await asyncio.sleep(0.2)
-        assert outcome == "received"
-
-
-CONVERSATIONS = Workload(known_stories, one_talker, connect_both_ways)
+CONVERSATIONS = Workload(known_stories, one_talker)
 
 
 def start(deployment: Deployment, model: Path, transport: str) -> None:
