@@ -244,9 +244,8 @@ class InstanceService:
         request_id = self._live_transfers.get(transfer_id)
         if request_id is not None:
             self.parts.engine.abort(request_id)
-        if self.parts.connector is not None:
-            self.parts.connector.withdraw(transfer_id)
-            self.parts.connector.end_receive(transfer_id, needed=False)
+        # A receive is the engine's to end: it may be about to give it blocks.
+        self._withdraw(transfer_id)
 
     def _withdraw(self, transfer_id: TransferId) -> None:
         if self.parts.connector is not None:
