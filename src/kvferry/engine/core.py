@@ -128,8 +128,14 @@ class EngineCore:
         self._retention.expire()
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
-        self._receives.follow(plan)
+        ended = self._receives.follow(plan)
+        for request in ended:
+            self._receives.end(request, needed=True)
+            request.receive_outcome = ReceiveOutcome.FAILED.value
+            self._note_failure(request, "it was ended before it had blocks")
         self._begin_sends(plan)
+        if ended and not plan.chunks:
+            return StepOutcome.WORKED  # they are queued again, or gone
         if not plan.chunks:
             return StepOutcome.SHORT_OF_BLOCKS if plan.is_short_of_blocks else StepOutcome.IDLE
         started_s = self._clock.monotonic_s()

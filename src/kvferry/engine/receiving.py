@@ -103,23 +103,29 @@ class Receives:
             self._connector.end_receive(request.history_id, needed=True)
             request.history_id = None
 
-    def follow(self, plan: StepPlan) -> None:
-        """Tell the connector what the scheduler has decided."""
+    def follow(self, plan: StepPlan) -> list[LiveRequest]:
+        """Tell the connector what the scheduler has decided.
+
+        Returns the requests whose receive was ended meanwhile (their client has left, say), and of
+        which no result will come.
+        """
+        ended: list[LiveRequest] = []
         if self._connector is None:
-            return
+            return ended
         for start in plan.receives:
             try:
                 self._connector.receive(_id_of(start.request), start.blocks, start.first_block)
             except LocalProtocolError:
                 # A push may fail at any moment, so also just now: its result is on the way.
                 if not start.request.is_pushed:
-                    raise
+                    ended.append(start.request)
         for history in plan.histories:
             self._start_history(history)
         for request in plan.not_needed:
             self.end(request)
         for request in plan.cancelled:
             self.end(request, needed=True)
+        return ended
 
     # -- the scheduler's questions ------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class FakeConnector:
     refused: set[TransferId] = field(default_factory=set)
     """Push: may not have blocks yet."""
     broken: set[TransferId] = field(default_factory=set)
-    """Push: fails in the moment when it is given blocks."""
+    """Fails in the moment when it is given blocks."""
     histories: dict[TransferId, HistoryRead] = field(default_factory=dict)
     contacted: list[PeerAddress] = field(default_factory=list)
     refuses_contact: bool = False

@@ -251,6 +251,20 @@ def test_a_momentarily_full_pool_waits(tiny_model_dir: Path) -> None:
         assert len(answer.wait().tokens) == 3
 
 
+def test_a_receive_that_ended_before_it_had_blocks_is_a_recompute(
+    tiny_model_dir: Path, rig: Rig
+) -> None:
+    """Whoever ended it: the engine goes on, for this request and for others."""
+    prompt = random_prompt(100)
+    expected = plain_tokens(tiny_model_dir, prompt, 4)
+    rig.connector.broken.add(TRANSFER_ID)
+    answer = rig.submit(prompt, transfer=decode_role(expected[0]), max_tokens=4).wait()
+    assert answer.tokens == expected
+    assert report_of(answer).receive_outcome == "failed"
+    assert TRANSFER_ID in rig.connector.ended
+    assert rig.submit(prompt, max_tokens=4).wait().tokens == expected
+
+
 def test_preemption_after_a_receive_keeps_the_tokens(tiny_model_dir: Path) -> None:
     prompt = random_prompt(100)
     other_prompt = random_prompt(60, 3)
