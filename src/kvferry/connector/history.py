@@ -70,6 +70,8 @@ class HistoryPlanner:
 
         A second acquire by the same name replaces the first.
         """
+        if len(set(message.block_hashes)) != len(message.block_hashes):
+            return decline(DeclineReason.MALFORMED, "a block hash is named twice"), []
         name = _ReaderLease(reader, message.transfer_id)
         effects = self._end(name, "replaced")
         found = self._blocks.acquire_cached(message.block_hashes[: self._max_blocks])

@@ -112,6 +112,15 @@ def test_fewer_than_wanted_is_not_worth_a_lease(world: World) -> None:
     world.assert_idle()
 
 
+def test_a_hash_named_twice_is_refused(world: World) -> None:
+    fill(world, hashes_of())
+    reply, effects = ask(world, [*hashes_of(), hashes_of()[0]])
+    assert isinstance(reply, Declined)
+    assert reply.reason is DeclineReason.MALFORMED
+    assert effects == []
+    world.assert_idle()
+
+
 def test_another_epoch_is_gone(world: World) -> None:
     fill(world, hashes_of())
     reply, _ = ask(world, hashes_of(), holder_epoch=4)
