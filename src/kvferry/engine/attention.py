@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvferry.errors import ConfigError
 
 ATTENTION_NAME = "kvferry_paged"
-MAX_SCORED_ROWS = 64
-"""Queries whose scores against a long past are in the scratch memory at once."""
+MAX_SCORED_TOKENS = 128
+"""Tokens whose scores against a long past are in the scratch memory at once."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Arguments that change nothing for a causal model without dropout, or that models always pass.
 _HARMLESS_ARGUMENTS = frozenset(
@@ -48,8 +48,9 @@ class ChunkSegment:
     """One sequence that adds ``num_tokens`` tokens after ``num_past_tokens`` in the pool.
 
     ``gather[layer]`` are the pages of the past's keys, then values; None without a past. With
-    ``scratch``, ``[2, at least heads * MAX_SCORED_ROWS * all tokens]``, they are those of past and
-    chunk together.
+    ``scratch``, ``[2, at least heads that share keys * MAX_SCORED_TOKENS * all tokens]``, they are
+    the rows (one head's part of a slot) of past and chunk together: keys, then values, head by
+    head. ``samples``: the logits of its last token are wanted.
     """
 
     first_token: int
@@ -57,6 +58,7 @@ class ChunkSegment:
     num_past_tokens: int
     gather: Tensor | None
     scratch: Tensor | None = None
+    samples: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class PagedBatch:
     """Geometry of one forward.
 
     ``pages`` and ``slots`` are the pool's views (see ``PagedCache``); ``write[layer]`` are the
-    slots of the new tokens' keys, then of their values.
+    slots of the new tokens' keys, then of their values, for each of the model's layers.
     """
 
     pages: Tensor
@@ -129,18 +131,8 @@ def paged_attention(  # noqa: PLR0913 - the signature is the library's
     heads = _Heads(query, key, value, scaling)
     _write(paged, heads, layer)
     parts = [_attend_decodes(paged, group, heads, layer) for group in paged.decodes]
-    attend = _attend_chunk_on_cpu if query.device.type == "cpu" else _attend_chunk
-    for chunk in paged.chunks:
-        own = heads.tokens(chunk.first_token, chunk.num_tokens)
-        past = None
-        if chunk.gather is not None:
-            past = _gather(paged, chunk.gather[layer], heads, 1)
-        if past is not None and chunk.scratch is not None:
-            everything = past[..., : chunk.num_past_tokens + chunk.num_tokens, :]
-            parts.append(_attend_long_past(own, everything, chunk.scratch))
-            continue
-        past = past[..., : chunk.num_past_tokens, :] if past is not None else None
-        parts.append(attend(own, past))
+    attend = _attend_chunk if layer < paged.write.shape[0] - 1 else _attend_last_token
+    parts += [attend(paged, chunk, heads, layer) for chunk in paged.chunks]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
@@ -158,6 +150,17 @@ def _gather(paged: PagedBatch, pages: Tensor, heads: _Heads, num_sequences: int)
     return rows.view(2, num_sequences, -1, num_kv_heads, head_size).transpose(2, 3)
 
 
+def _gather_by_head(paged: PagedBatch, rows: Tensor, heads: _Heads) -> Tensor:
+    """Copy rows into ``[keys or values, kv_heads, tokens, head_size]``, each head contiguous.
+
+    Whole products want it so, and putting gathered pages in that order afterwards takes longer
+    than both products together.
+    """
+    num_kv_heads, head_size = heads.key.shape[1], heads.key.shape[3]
+    gathered = torch.index_select(paged.slots.view(-1, head_size), 0, rows)
+    return gathered.view(2, num_kv_heads, -1, head_size)
+
+
 def _attend_decodes(paged: PagedBatch, group: DecodeGroup, heads: _Heads, layer: int) -> Tensor:
     """One token a sequence: the heads that share keys become the rows of one product."""
     count, num_heads, head_size = group.num_sequences, heads.query.shape[1], heads.query.shape[3]
@@ -169,7 +172,41 @@ def _attend_decodes(paged: PagedBatch, group: DecodeGroup, heads: _Heads, layer:
     return attended.reshape(1, count, num_heads, head_size)
 
 
-def _attend_chunk(heads: _Heads, past: Tensor | None) -> Tensor:
+def _attend_chunk(paged: PagedBatch, chunk: ChunkSegment, heads: _Heads, layer: int) -> Tensor:
+    """Attend for all tokens of one chunk, by what suits the device and the lengths."""
+    own = heads.tokens(chunk.first_token, chunk.num_tokens)
+    if chunk.gather is not None and chunk.scratch is not None:
+        everything = _gather_by_head(paged, chunk.gather[layer], heads)
+        return _attend_long_past(own, everything, chunk.scratch)
+    past = None
+    if chunk.gather is not None:
+        past = _gather(paged, chunk.gather[layer], heads, 1)[..., : chunk.num_past_tokens, :]
+    on_cpu = own.query.device.type == "cpu"
+    return (_attend_chunk_on_cpu if on_cpu else _attend_chunk_anywhere)(own, past)
+
+
+def _attend_last_token(paged: PagedBatch, chunk: ChunkSegment, heads: _Heads, layer: int) -> Tensor:
+    """The last layer: nobody reads what it makes of a token whose logits are not wanted.
+
+    The others' rows are zero.
+    """
+    own = heads.tokens(chunk.first_token, chunk.num_tokens)
+    attended = torch.zeros_like(own.query.transpose(1, 2))
+    if not chunk.samples:
+        return attended
+    keys, values = own.key, own.value
+    if chunk.gather is not None and chunk.scratch is not None:
+        keys, values = _gather_by_head(paged, chunk.gather[layer], heads).unsqueeze(1)
+    elif chunk.gather is not None:
+        past = _gather(paged, chunk.gather[layer], heads, 1)[..., : chunk.num_past_tokens, :]
+        keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
+    rows = own.query[:, :, -1].reshape(1, keys.shape[1], own.group, -1)
+    last = scaled_dot_product_attention(rows, keys, values, scale=own.scaling)
+    attended[:, -1] = last.reshape(attended[:, -1].shape)
+    return attended
+
+
+def _attend_chunk_anywhere(heads: _Heads, past: Tensor | None) -> Tensor:
     """Any device: one product over past and chunk, with an explicit mask."""
     keys, values, mask = heads.key, heads.value, None
     if past is not None:
@@ -214,27 +251,34 @@ def _attend_own(heads: _Heads) -> tuple[Tensor, Tensor]:
 def _attend_long_past(heads: _Heads, everything: Tensor, scratch: Tensor) -> Tensor:
     """CPU, bfloat16: a short chunk after a long past, by whole products in ``scratch``.
 
-    ``everything`` is ``[2, 1, kv_heads, tokens, head_size]``, the chunk's own tokens last.
+    ``everything`` is ``[2, kv_heads, tokens, head_size]``, the chunk's own tokens last.
 
     Scores are rounded to bfloat16, so they are taken less each row's log-sum-exp over the chunk
     itself: what counts in the softmax is then near zero, where the rounding is finest.
     """
     num_kv_heads, count, size = heads.key.shape[1:]
-    keys, values = everything[:, 0].contiguous()
-    shape = (num_kv_heads, heads.group, count, -1)
-    queries = heads.query.reshape(shape)
-    shifts = _attend_own(heads)[1].reshape(shape).to(queries.dtype)
     later = torch.ones((count, count), dtype=torch.bool).triu(1)
-    attended = []
-    for first in range(0, count, MAX_SCORED_ROWS):
-        piece = slice(first, first + MAX_SCORED_ROWS)
-        rows = queries[:, :, piece].reshape(num_kv_heads, -1, size)
-        offsets = shifts[:, :, piece].reshape(num_kv_heads, -1, 1)
-        scored = (num_kv_heads, rows.shape[1], keys.shape[1])
-        scores, weights = (half[: math.prod(scored)].view(scored) for half in scratch)
-        torch.baddbmm(offsets, rows, keys.transpose(1, 2), beta=-1, alpha=heads.scaling, out=scores)
-        own_columns = scores.view(num_kv_heads, heads.group, -1, keys.shape[1])[..., -count:]
-        own_columns.masked_fill_(later[piece], -math.inf)
-        torch.softmax(scores, -1, out=weights)
-        attended.append(torch.bmm(weights, values).view(num_kv_heads, heads.group, -1, size))
-    return torch.cat(attended, dim=2).view(1, -1, count, size).transpose(1, 2)
+    queries = heads.query.reshape(num_kv_heads, heads.group, count, size)
+    shifts = _attend_own(heads)[1].reshape(num_kv_heads, heads.group, count, 1).to(queries.dtype)
+    attended = torch.empty(queries.shape, dtype=queries.dtype)
+    # A head at a time: the scores of all of them at once do not fit into a core's cache.
+    for head in range(num_kv_heads):
+        keys, values = everything[:, head : head + 1]
+        for first in range(0, count, MAX_SCORED_TOKENS):
+            piece = slice(first, first + MAX_SCORED_TOKENS)
+            rows, offsets = (each[head, :, piece] for each in (queries, shifts))
+            scored = (1, rows.shape[0] * rows.shape[1], keys.shape[1])
+            scores, weights = (half[: math.prod(scored)].view(scored) for half in scratch)
+            torch.baddbmm(
+                offsets.reshape(1, -1, 1),
+                rows.reshape(1, -1, size),
+                keys.transpose(1, 2),
+                beta=-1,
+                alpha=heads.scaling,
+                out=scores,
+            )
+            own_columns = scores.view(heads.group, -1, keys.shape[1])[..., -count:]
+            own_columns.masked_fill_(later[piece], -math.inf)
+            torch.softmax(scores, -1, out=weights)
+            attended[head, :, piece] = torch.bmm(weights, values).view(rows.shape)
+    return attended.view(1, -1, count, size).transpose(1, 2)

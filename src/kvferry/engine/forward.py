@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.attention import MAX_SCORED_ROWS, ChunkSegment, DecodeGroup, PagedBatch
+from kvferry.engine.attention import MAX_SCORED_TOKENS, ChunkSegment, DecodeGroup, PagedBatch
 from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
 from kvferry.engine.plan import Chunk
 
@@ -102,11 +102,13 @@ class ModelForward:
     def _segment(self, row: _Row, first_token: int) -> ChunkSegment:
         past, count = row.chunk.start, row.chunk.count
         if past == 0:
-            return ChunkSegment(first_token, count, past, None)
+            return ChunkSegment(first_token, count, past, None, samples=row.chunk.samples)
         scratch = self._scratch(row)
-        gathered = past if scratch is None else row.end
-        gather = self._gather_rows([self._blocks_until(row, gathered)])
-        return ChunkSegment(first_token, count, past, gather, scratch)
+        if scratch is None:
+            gather = self._gather_rows([self._blocks_until(row, past)])
+        else:
+            gather = self._gather_head_rows(row)
+        return ChunkSegment(first_token, count, past, gather, scratch, samples=row.chunk.samples)
 
     def _scratch(self, row: _Row) -> torch.Tensor | None:
         """Return memory for the scores of a chunk that is short against its past, else None."""
@@ -118,7 +120,11 @@ class ModelForward:
             or row.chunk.start < _LONG_PAST * row.chunk.count
         ):
             return None
-        num_rows = self._model.num_heads * min(row.chunk.count, MAX_SCORED_ROWS)
+        num_rows = (
+            self._model.num_heads
+            // self._model.num_kv_heads
+            * min(row.chunk.count, MAX_SCORED_TOKENS)
+        )
         return torch.empty(2, num_rows * row.end, dtype=dtype)
 
     def _decode_groups(self, singles: Sequence[_Row]) -> tuple[DecodeGroup, ...]:
@@ -152,6 +158,16 @@ class ModelForward:
         padded = [[*table, *table[-1:] * (longest - len(table))] for table in tables]
         pages = self._page_rows(np.array(padded, dtype=np.int64).reshape(-1))
         return self._to_device(pages.reshape(pages.shape[0], -1))
+
+    def _gather_head_rows(self, row: _Row) -> torch.Tensor:
+        """Return ``[layers, 2 * kv_heads * tokens]`` rows of ``slots`` cut into heads."""
+        shape = self._cache.shape
+        size, positions = shape.block_size_tokens, np.arange(row.end)
+        blocks = np.asarray(row.chunk.request.blocks, dtype=np.int64)[positions // size]
+        slots = self._page_rows(blocks) * size + positions % size
+        heads = np.arange(shape.num_kv_heads).reshape(-1, 1)
+        rows = slots[:, :, None] * shape.num_kv_heads + heads
+        return self._to_device(rows.reshape(shape.num_layers, -1))
 
     def _page_rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return ``[layers, 2, blocks]`` rows of ``PagedCache.pages``."""

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kvferry.engine.attention import (
-    MAX_SCORED_ROWS,
+    MAX_SCORED_TOKENS,
     ChunkSegment,
     DecodeGroup,
     PagedBatch,
-    _attend_chunk,
+    _attend_chunk_anywhere,
     _attend_chunk_on_cpu,
     _attend_long_past,
     _Heads,
@@ -31,7 +31,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("count", "before"), [(5, 0), (5, 1), (1, 7), (70, 33), (33, 200)])
-@pytest.mark.parametrize("attend", [_attend_chunk, _attend_chunk_on_cpu])
+@pytest.mark.parametrize("attend", [_attend_chunk_anywhere, _attend_chunk_on_cpu])
 def test_chunks_with_and_without_a_past(count: int, before: int, attend: object) -> None:
     assert callable(attend)
     torch.manual_seed(count)
@@ -45,7 +45,8 @@ def test_chunks_with_and_without_a_past(count: int, before: int, attend: object)
 
 
 @pytest.mark.parametrize(
-    ("count", "before"), [(1, 64), (20, 300), (64, 200), (65, 700), (150, 450)]
+    ("count", "before"),
+    [(1, 64), (20, 300), (64, 200), (65, 700), (150, 450), (128, 384), (129, 400)],
 )
 def test_a_short_chunk_after_a_long_past_in_bfloat16(count: int, before: int) -> None:
     """Its error is at most three times the fused kernel's, and half that of plain scores."""
@@ -53,8 +54,10 @@ def test_a_short_chunk_after_a_long_past_in_bfloat16(count: int, before: int) ->
     query = (3 * torch.randn(1, count, HEADS, SIZE)).bfloat16().transpose(1, 2)
     everything = torch.randn(2, 1, before + count, KV_HEADS, SIZE).bfloat16().transpose(2, 3)
     heads = _Heads(query, everything[0, :, :, before:], everything[1, :, :, before:], 0.3)
-    scratch = torch.full((2, HEADS * min(count, MAX_SCORED_ROWS) * (before + count)), torch.nan)
-    found = _attend_long_past(heads, everything, scratch.bfloat16())
+    scratch = torch.full(
+        (2, HEADS // KV_HEADS * min(count, MAX_SCORED_TOKENS) * (before + count)), torch.nan
+    )
+    found = _attend_long_past(heads, everything[:, 0].contiguous(), scratch.bfloat16())
     exact = naive(query.double(), everything[0].double(), everything[1].double(), before)
     fused = _attend_chunk_on_cpu(heads, everything[..., :before, :])
     plain = naive(query, everything[0], everything[1], before)
@@ -108,6 +111,51 @@ def test_padded_decodes_see_their_own_tokens_only() -> None:
         key, value = sequence.view(2, 1, -1, KV_HEADS, SIZE).transpose(2, 3)
         expected = naive(query[:, :, index : index + 1], key, value, lengths[index] - 1)
         assert torch.allclose(found[:, index : index + 1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("before", "is_scored"), [(0, False), (6, False), (6, True)])
+def test_of_the_last_layer_only_the_last_token_counts(before: int, is_scored: bool) -> None:
+    """Two layers of the same content: the first attends for every token."""
+    torch.manual_seed(before)
+    count, layers = 2, 2
+    total, width = before + count, KV_HEADS * SIZE
+    everything = torch.randn(2, total, KV_HEADS, SIZE).bfloat16()
+    # Blocks of one token: page ``(token * layers + layer) * 2 + half`` is also the slot.
+    pages = torch.zeros(total * layers * 2, width).bfloat16()
+    pages.view(total, layers, 2, width)[:before] = (
+        everything[:, :before].transpose(0, 1).reshape(before, 1, 2, width)
+    )
+    rows = torch.arange(total * layers * 2).view(total, layers, 2).permute(1, 2, 0)
+    by_head = rows[:, :, None] * KV_HEADS + torch.arange(KV_HEADS)[:, None]
+    gather = (by_head if is_scored else rows[..., :before]).reshape(layers, -1)
+    scratch = torch.empty(2, HEADS // KV_HEADS * MAX_SCORED_TOKENS * total).bfloat16()
+    new = everything[:, before:].transpose(1, 2).unsqueeze(1)
+    query = torch.randn(1, HEADS, count, SIZE).bfloat16()
+
+    def attend(layer: int, *, samples: bool) -> Tensor:
+        chunk = ChunkSegment(
+            0,
+            count,
+            before,
+            gather if before else None,
+            scratch if is_scored else None,
+            samples=samples,
+        )
+        batch = PagedBatch(pages, pages, rows[..., before:], (), (chunk,))
+        return paged_attention(
+            module(layer), query, new[0], new[1], None, scaling=0.3, paged=batch
+        )[0].float()
+
+    key, value = everything.float().transpose(1, 2).unsqueeze(1)
+    expected = naive(query.float(), key, value, before)
+    assert torch.allclose(attend(0, samples=False), expected, atol=0.03)
+    last = attend(1, samples=True)
+    assert torch.allclose(last[:, -1], expected[:, -1], atol=0.03)
+    assert not last[:, :-1].any()
+    assert not attend(1, samples=False).any()
+    assert torch.equal(
+        pages.view(total, layers, 2, -1)[:, 0], pages.view(total, layers, 2, -1)[:, 1]
+    )
 
 
 @pytest.mark.parametrize("argument", ["sliding_window", "softcap", "s_aux"])
