@@ -248,18 +248,31 @@ def _attend_own(heads: _Heads) -> tuple[Tensor, Tensor]:
     return own, lse
 
 
+def _own_peaks(queries: Tensor, heads: _Heads, later: Tensor) -> Tensor:
+    """Return about the largest score of each row within the chunk, ``[..., tokens, 1]``.
+
+    A log-sum-exp is as good, and the fused kernel finds it sooner in a long chunk.
+    """
+    shape = (*queries.shape[:-1], 1)
+    if heads.query.shape[2] > MAX_SCORED_TOKENS:
+        return _attend_own(heads)[1].reshape(shape).to(queries.dtype)
+    rows = queries.reshape(queries.shape[0], -1, queries.shape[-1])
+    scores = torch.bmm(rows, heads.key[0].transpose(1, 2)).view(*queries.shape[:-1], -1)
+    return scores.masked_fill_(later, -math.inf).amax(-1, keepdim=True).mul_(heads.scaling)
+
+
 def _attend_long_past(heads: _Heads, everything: Tensor, scratch: Tensor) -> Tensor:
     """CPU, bfloat16: a short chunk after a long past, by whole products in ``scratch``.
 
     ``everything`` is ``[2, kv_heads, tokens, head_size]``, the chunk's own tokens last.
 
-    Scores are rounded to bfloat16, so they are taken less each row's log-sum-exp over the chunk
-    itself: what counts in the softmax is then near zero, where the rounding is finest.
+    Scores are rounded to bfloat16, so they are taken less each row's peak within the chunk itself:
+    what counts in the softmax is then near zero, where the rounding is finest.
     """
     num_kv_heads, count, size = heads.key.shape[1:]
     later = torch.ones((count, count), dtype=torch.bool).triu(1)
     queries = heads.query.reshape(num_kv_heads, heads.group, count, size)
-    shifts = _attend_own(heads)[1].reshape(num_kv_heads, heads.group, count, 1).to(queries.dtype)
+    shifts = _own_peaks(queries, heads, later)
     attended = torch.empty(queries.shape, dtype=queries.dtype)
     # A head at a time: the scores of all of them at once do not fit into a core's cache.
     for head in range(num_kv_heads):
