@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from kvferry import __version__
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig, is_loopback
 from kvferry.connector.effects import ContactPeer
@@ -228,6 +229,7 @@ class Exchange:
             capabilities=CAPABILITIES,
             num_blocks=self._memory.blocks.num_blocks,
             num_free_blocks=self._memory.blocks.num_free,
+            software_version=__version__,
         )
 
     def _check_address(self, control_address: str) -> None:

@@ -298,6 +298,8 @@ class InstanceInfo(_Message, frozen=True, tag="instance_info"):
     capabilities: Annotated[tuple[_Name, ...], Meta(max_length=64)]
     num_blocks: _Count
     num_free_blocks: _Count
+    software_version: _Name = ""
+    """kvferry's release; empty: one that did not tell it yet."""
 
 
 def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Declined:

@@ -204,5 +204,6 @@ messages: st.SearchStrategy[Message] = st.one_of(
         capabilities=st.lists(names, max_size=3).map(tuple),
         num_blocks=counts,
         num_free_blocks=counts,
+        software_version=names,
     ),
 )
