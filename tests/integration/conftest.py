@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from kvferry.testing.tiny_model import WIDE_SHAPE, make_tiny_model
-from tests.integration.deployment_client import Client, Json, body_of, fresh_prompt, salted
+from tests.integration.deployment_client import (
+    Client,
+    Json,
+    body_of,
+    fresh_prompt,
+    open_client,
+    salted,
+)
 from tests.integration.deployment_setup import Deployment
 from tests.integration.exchange_pair import Side, make_side
 from tests.integration.history_legs import Talk
@@ -42,6 +49,18 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose handoffs are tens of MiB: 2 MiB a block of 16 tokens."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     return make_tiny_model(folder, num_layers=1, shape=WIDE_SHAPE)
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> AsyncIterator[Client]:
+    """A client; afterwards everything of the module's ``deployment`` runs again, holding nothing.
+
+    A module that needs more of it has one of its own.
+    """
+    async with open_client() as client:
+        yield client
+        deployment.restore()
+        await client.wait_whole(*deployment.instances)
 
 
 @pytest.fixture(scope="module")

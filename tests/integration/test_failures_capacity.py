@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from tests.integration.deployment_client import (
     Client,
     body_of,
     fresh_prompt,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import (
@@ -50,13 +49,6 @@ def deployment(
         deployment.wait_ready()
         deployment.add_router([deployment["prefill"]], [deployment["decode"]])
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        await client.wait_whole(*deployment.instances)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from tests.integration.deployment_client import (
     Client,
     body_of,
     fresh_prompt,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import (
@@ -42,15 +41,6 @@ def deployment(
         deployment.wait_ready()
         deployment.add_router([prefill], [decode])
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards the same request, sent again, is answered right."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 async def leave_when(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from kvferry.testing.tiny_model import make_tiny_model
-from tests.integration.deployment_client import Client, Json, open_client
+from tests.integration.deployment_client import Client, Json
 from tests.integration.deployment_setup import Deployment, open_deployment
 from tests.integration.history_legs import (
     CLOSED_PORT,
@@ -42,13 +42,6 @@ def deployment(
         deployment.add_engine("other", other_model, *OPTIONS)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        await client.wait_whole(*deployment.instances)
 
 
 @pytest.fixture

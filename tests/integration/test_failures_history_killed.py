@@ -6,14 +6,14 @@ READ that is under way for certain.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_client import Answer, Client, Json, open_client
+from tests.integration.deployment_client import Answer, Client, Json
 from tests.integration.deployment_setup import BOUND_S, Deployment, open_deployment
 from tests.integration.history_legs import (
     Talk,
@@ -50,15 +50,6 @@ def deployment(
             deployment.add_engine(name, wide_model, *OPTIONS)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards everything runs again and holds nothing."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 @pytest.fixture

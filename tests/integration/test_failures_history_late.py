@@ -5,13 +5,13 @@ What it then reads, or has read in part, may be other prompts' KV: it is thrown 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_client import Client, open_client
+from tests.integration.deployment_client import Client
 from tests.integration.deployment_setup import Deployment, open_deployment
 from tests.integration.history_legs import (
     Talk,
@@ -54,15 +54,6 @@ def deployment(
             deployment.add_engine(name, wide_model, *options)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards everything runs again and holds nothing."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 async def test_what_is_read_after_the_lease_is_thrown_away(

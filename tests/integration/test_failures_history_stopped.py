@@ -8,7 +8,7 @@ a fault hits a READ that is under way for certain.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ from tests.integration.deployment_client import (
     Json,
     body_of,
     fresh_prompt,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
@@ -56,15 +55,6 @@ def deployment(
             deployment.add_engine(name, wide_model, *OPTIONS)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards everything runs again and holds nothing."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
@@ -64,13 +63,6 @@ def deployment(
             deployment.add_engine(name, tiny_model, *options)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        await client.wait_whole(*deployment.instances)
 
 
 async def push_all(

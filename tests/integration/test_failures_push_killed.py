@@ -26,7 +26,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
@@ -71,15 +70,6 @@ def deployment(
         deployment.add_engine("decode", wide_model, *OPTIONS)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards everything runs again and holds nothing."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
@@ -46,14 +45,6 @@ def deployment(
         deployment.add_engine("other", other_model, *OPTIONS)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 async def make_push(client: Client, prefill: Program, body: Json) -> Push:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
@@ -69,15 +68,6 @@ def deployment(
         deployment.add_engine("decode", wide_model, *options, *few)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    """A client; afterwards both instances hold nothing."""
-    async with open_client() as client:
-        yield client
-        deployment.restore()
-        await client.wait_whole(*deployment.instances)
 
 
 async def known_requests(client: Client, decode: Program, count: int) -> list[tuple[Json, Answer]]:

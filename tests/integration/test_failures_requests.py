@@ -8,7 +8,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import (
@@ -52,13 +51,6 @@ def deployment(
         deployment.wait_ready()
         deployment.add_router([prefill], [decode])
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        await client.wait_whole(*deployment.instances)
 
 
 async def after_first_token(client: Client, program: Program, body: Json, token: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
     new_transfer,
-    open_client,
     salted,
 )
 from tests.integration.deployment_setup import Deployment, open_deployment
@@ -48,13 +47,6 @@ def deployment(
         deployment.add_engine("decode", tiny_model, *options)
         deployment.wait_ready()
         yield deployment
-
-
-@pytest.fixture
-async def client(deployment: Deployment) -> AsyncIterator[Client]:
-    async with open_client() as client:
-        yield client
-        await client.wait_whole(*deployment.instances)
 
 
 @pytest.mark.parametrize("num_tokens", [257, 2049])
