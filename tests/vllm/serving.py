@@ -14,13 +14,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvferry.cluster.vllm_command import CALM_FOLDER
 from kvferry.protocol.params import PeerAddress
 from tests.vllm.asking import ask_instance
 
 ROOT = Path(__file__).parents[2]
 READY_S = 240.0
 STOP_S = 30.0
-_CALM = Path(__file__).parent / "calm"
 
 
 def environment_folder() -> Path:
@@ -187,7 +187,7 @@ def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> s
 def _environment(core: int) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(_CALM),
+        "PYTHONPATH": str(CALM_FOLDER),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "HF_HUB_OFFLINE": "1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import aiohttp
 import msgspec
@@ -42,6 +43,8 @@ class KvReport(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     prefill: PrefillReport | None = None
     """What prefill says of its own part; None where another instance did not hand over."""
+    samples_first_token: bool = False
+    """Whether decode takes a step of its own for the first token; the client knows, no instance."""
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     error: _Error | None = None
     kv_report: KvReport | None = None
     usage: _Usage | None = None
+    kv_transfer_params: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,8 @@ class StreamedAnswer:
     report: KvReport | None
     num_usage_cached_tokens: int | None = None
     """``cached_tokens`` of the usage, where one came."""
+    transfer_params: dict[str, object] | None = None
+    """``kv_transfer_params``, where the stream brought any."""
 
     @property
     def ttft_s(self) -> float:
@@ -107,6 +113,16 @@ class StreamedAnswer:
         return [late - early for early, late in itertools.pairwise(times_s)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedAnswer:
+    """One unstreamed answer. Times are seconds of the client's monotonic clock."""
+
+    sent_s: float
+    answered_s: float
+    """When all of it was there."""
+    fields: dict[str, object]
+
+
 class _Collector:
     """Puts an answer together from its events."""
 
@@ -119,6 +135,7 @@ class _Collector:
         self.finish_reason = ""
         self.report: KvReport | None = None
         self.num_usage_cached_tokens: int | None = None
+        self.transfer_params: dict[str, object] | None = None
 
     def add(self, data: bytes, now_s: float) -> None:
         try:
@@ -128,6 +145,7 @@ class _Collector:
         if chunk.error is not None:
             raise MeasurementError(f"{self._url} ended with an error: {chunk.error.message}")
         self.report = chunk.kv_report or self.report
+        self.transfer_params = chunk.kv_transfer_params or self.transfer_params
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self.num_usage_cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         for choice in chunk.choices:
@@ -153,7 +171,28 @@ class _Collector:
             ended_s=ended_s,
             report=self.report,
             num_usage_cached_tokens=self.num_usage_cached_tokens,
+            transfer_params=self.transfer_params,
         )
+
+
+class Asker(Protocol):
+    """Gets answers from a deployment, however its instances are reached."""
+
+    async def stream(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        *,
+        mode: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        on_token: Callable[[float], None] = lambda now_s: None,
+    ) -> StreamedAnswer:
+        """See ``CompletionClient``."""
+        ...
+
+    async def post_nothing(self, url: str) -> None:
+        """See ``CompletionClient``."""
+        ...
 
 
 class CompletionClient:
@@ -201,6 +240,38 @@ class CompletionClient:
                 + ("" if is_complete else " without its end mark")
             )
         return collector.answer(sent_s, first_byte_s, self._clock.monotonic_s())
+
+    async def complete(
+        self,
+        url: str,
+        body: Mapping[str, object],
+        *,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> TimedAnswer:
+        """POST ``body`` to ``url`` and return the unstreamed answer.
+
+        Raises ``MeasurementError`` if it is an error or no JSON object.
+        """
+        encoded, sent = msgspec.json.encode(body), _headers(None, headers)
+        sent_s = self._clock.monotonic_s()
+        try:
+            async with self._session.post(url, data=encoded, headers=sent) as response:
+                await _require_success(url, response)
+                content = await response.read()
+                answered_s = self._clock.monotonic_s()
+            fields = msgspec.json.decode(content, type=dict[str, object])
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
+        return TimedAnswer(sent_s=sent_s, answered_s=answered_s, fields=fields)
+
+    async def text(self, url: str) -> str:
+        """GET ``url`` and return its text. Raises ``MeasurementError`` if the answer is no 200."""
+        try:
+            async with self._session.get(url) as response:
+                await _require_success(url, response)
+                return await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
 
     async def post_nothing(self, url: str) -> None:
         """POST an empty body to ``url``. Raises ``MeasurementError`` if the answer is no 200."""

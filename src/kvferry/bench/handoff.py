@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer
+from kvferry.bench.client import Asker, KvReport, StreamedAnswer
 from kvferry.errors import ConfigError, MeasurementError
 
 
@@ -113,7 +113,8 @@ class HandoffSample:
     until_prefill_end_s: float
     """From sending the request to the end of prefill's last forward."""
     after_prefill_s: float
-    """From the end of prefill's last forward to the client's first token."""
+    """From the end of prefill's last forward to the client's first token; less a decode step where
+    decode takes one for it."""
     second_gap_s: float
     """From the first token to the second, both at the client."""
     decode_step_s: float
@@ -129,7 +130,7 @@ class HandoffSample:
 
 
 async def measure_handoffs(
-    client: CompletionClient,
+    client: Asker,
     targets: Targets,
     plan: HandoffPlan,
     rng: random.Random,
@@ -176,7 +177,8 @@ def _body(plan: HandoffPlan, length: int, rng: random.Random) -> dict[str, objec
 
 def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> HandoffSample:
     report = _checked_report(arm, length, answer)
-    gaps_s = answer.gaps_s()
+    step_s = statistics.median(answer.gaps_s())
+    own_step_s = step_s if report.samples_first_token else 0.0
     assert report.prefill_end_s is not None
     return HandoffSample(
         arm=arm,
@@ -184,9 +186,9 @@ def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> Hando
         repeat=repeat,
         ttft_s=answer.ttft_s,
         until_prefill_end_s=report.prefill_end_s - answer.sent_s,
-        after_prefill_s=answer.token_times_s[0] - report.prefill_end_s,
+        after_prefill_s=answer.token_times_s[0] - report.prefill_end_s - own_step_s,
         second_gap_s=answer.second_gap_s,
-        decode_step_s=statistics.median(gaps_s),
+        decode_step_s=step_s,
         num_received_tokens=report.num_received_tokens,
         num_received_bytes=report.num_received_bytes,
         transport=report.transport,
@@ -214,7 +216,7 @@ def _require_moved_as_asked(arm: Arm, length: int, report: KvReport) -> None:
         if report.num_received_bytes:
             raise MeasurementError("colocated: blocks were moved; ask an instance, not a router")
         return
-    if report.num_received_bytes == 0:
+    if report.num_received_bytes == 0 and report.num_received_tokens == 0:
         raise MeasurementError(
             f"{arm}: nothing was moved for {length} tokens: "
             f"{report.receive_outcome or 'no receive'}"

@@ -9,11 +9,12 @@ import enum
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvferry.bench.client import StreamedAnswer
 from kvferry.errors import ConfigError
 
+Item = TypeVar("Item")
 SESSION_HEADER = "X-Session-ID"
 """Tells a router which conversation a request belongs to."""
 READ_BACK_HEADER = "X-KVFerry-Read-Back"
@@ -249,7 +250,7 @@ def plan_conversations(
     return planned
 
 
-def arm_rotations(arms: Sequence[TurnArm], rng: random.Random) -> Iterator[tuple[TurnArm, ...]]:
+def arm_rotations(arms: Sequence[Item], rng: random.Random) -> Iterator[tuple[Item, ...]]:
     """Yield orders without end: in as many as there are arms, each arm has every place once."""
     while True:
         base = list(arms)

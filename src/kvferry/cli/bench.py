@@ -6,7 +6,7 @@ from kvferry.cli.lazy_group import LazyCommand, LazyGroup
 
 bench = LazyGroup(
     name="bench",
-    help_text="""Measure handoffs, turns, the engine, transfers.
+    help_text="""Measure handoffs, turns, vLLM, the engine, transfers.
 
     Arms are interleaved and medians shown with their spread; --json keeps every sample.
     """,
@@ -16,6 +16,9 @@ bench = LazyGroup(
         ),
         "turns": LazyCommand(
             "kvferry.cli.bench_turns", "turns", "A conversation's turns, with and without reuse."
+        ),
+        "vllm": LazyCommand(
+            "kvferry.cli.bench_vllm", "vllm", "vLLM's own connectors against ours, on this machine."
         ),
         "engine": LazyCommand(
             "kvferry.cli.bench_engine", "engine", "The engine against plain transformers."

@@ -14,6 +14,7 @@ import click
 from kvferry.bench.background import BackgroundPlan
 from kvferry.bench.client import CompletionClient
 from kvferry.bench.handoff import Arm, HandoffPlan, HandoffSample, Targets, measure_handoffs
+from kvferry.bench.legs_client import LegsClient, LegsTargets
 from kvferry.bench.report import handoff_record, handoff_table
 from kvferry.cli.bench_background import run_background
 from kvferry.cli.deployment import run_to_end, with_deployment
@@ -46,6 +47,7 @@ def handoff(
     topology: Topology,
     verbose: bool,
     targets: Targets | None,
+    legs: LegsTargets | None,
     plan: HandoffPlan,
     background: BackgroundPlan | None,
     link: str,
@@ -63,8 +65,10 @@ def handoff(
         background = replace(background, last_token_id=plan.last_token_id)
         run_background(topology, background, seed=seed, verbose=verbose, json_path=json_path)
         return
+    if legs is not None:
+        _require_moves(plan, legs)
     if targets is not None:
-        samples = run_to_end(_measure(targets, plan, seed))
+        samples = run_to_end(_measure(targets, plan, seed, legs))
     else:
         samples = _measure_own(topology, plan, seed, verbose=verbose)
     click.echo(handoff_table(samples, random.Random(seed)))
@@ -100,11 +104,22 @@ def _targets_of(deployment: Deployment) -> Targets:
     )
 
 
-async def _measure(targets: Targets, plan: HandoffPlan, seed: int) -> list[HandoffSample]:
+def _require_moves(plan: HandoffPlan, legs: LegsTargets) -> None:
+    for arm in plan.arms:
+        if arm is Arm.PUSH_LATE or arm.mode not in (None, *legs.engine.modes):
+            raise click.UsageError(
+                f"--engine {legs.engine} has no arm {arm}: name others by --arms"
+            )
+
+
+async def _measure(
+    targets: Targets, plan: HandoffPlan, seed: int, legs: LegsTargets | None = None
+) -> list[HandoffSample]:
     with click.progressbar(length=plan.num_requests, label="handoffs", file=sys.stderr) as progress:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+            client = CompletionClient(session, SystemClock())
             return await measure_handoffs(
-                CompletionClient(session, SystemClock()),
+                client if legs is None else LegsClient(client, legs),
                 targets,
                 plan,
                 random.Random(seed),

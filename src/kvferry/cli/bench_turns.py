@@ -13,6 +13,7 @@ import aiohttp
 import click
 
 from kvferry.bench.client import CompletionClient
+from kvferry.bench.legs_client import LegsClient, LegsTargets
 from kvferry.bench.picture import draw_ttft, require_drawing
 from kvferry.bench.plain_copy import PlainCopy
 from kvferry.bench.turns import TurnSample, TurnsBench, TurnTargets
@@ -42,6 +43,7 @@ def turns(
     topology: Topology,
     verbose: bool,
     targets: TurnTargets | None,
+    legs: LegsTargets | None,
     plan: TurnsPlan,
     histories: tuple[int, ...] | None,
     seed: int,
@@ -56,7 +58,7 @@ def turns(
     if picture_path is not None:
         require_drawing()
     if targets is not None:
-        samples = run_to_end(_measure(targets, plan, seed))
+        samples = run_to_end(_measure(targets, plan, seed, legs))
     else:
         samples = _measure_own(topology, plan, seed, verbose=verbose)
     click.echo(turns_table(samples, random.Random(seed)))
@@ -95,7 +97,9 @@ def targets_of(deployment: Deployment) -> TurnTargets:
     )
 
 
-async def _measure(targets: TurnTargets, plan: TurnsPlan, seed: int) -> list[TurnSample]:
+async def _measure(
+    targets: TurnTargets, plan: TurnsPlan, seed: int, legs: LegsTargets | None = None
+) -> list[TurnSample]:
     clock, rng = SystemClock(), random.Random(seed)
     conversations = plan_conversations(
         plan.arms,
@@ -106,7 +110,9 @@ async def _measure(targets: TurnTargets, plan: TurnsPlan, seed: int) -> list[Tur
     )
     with click.progressbar(length=plan.num_requests, label="turns", file=sys.stderr) as progress:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
-            bench = TurnsBench(CompletionClient(session, clock), targets, PlainCopy(clock).time_s)
+            client = CompletionClient(session, clock)
+            asker = client if legs is None else LegsClient(client, legs)
+            bench = TurnsBench(asker, targets, PlainCopy(clock).time_s)
             return await bench.run(conversations, on_turn=lambda sample: progress.update(1))
 
 

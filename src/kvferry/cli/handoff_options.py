@@ -10,7 +10,10 @@ import click
 
 from kvferry.bench.background import BackgroundPlan
 from kvferry.bench.handoff import DEFAULT_ARMS, Arm, HandoffPlan, Targets
+from kvferry.bench.legs_client import LegsTargets
+from kvferry.bench.two_legs import VllmEngine
 from kvferry.cli.arm_names import ArmNames
+from kvferry.cli.legs_options import legs_options
 from kvferry.cli.token_counts import TokenCounts
 from kvferry.cluster.topology import Topology
 
@@ -21,6 +24,9 @@ _TARGET_OPTIONS = (
     click.option("--url", help="Router of a running deployment; none: start one."),
     click.option("--late-url", help="Router of it that chooses decode late, for push-late."),
     click.option("--plain-url", help="Instance of it that serves the colocated arm."),
+    click.option(
+        "--prefill-url", "prefill_urls", multiple=True, help="Prefill instance, where vLLM runs."
+    ),
 )
 _PLAN_OPTIONS = (
     click.option(
@@ -67,26 +73,36 @@ _BACKGROUND_OPTIONS = (
 
 
 def target_options(function: _Command) -> _Command:
-    """Add the options that name a running deployment; the command gets ``targets`` or None."""
+    """Add the options that name a running deployment; the command gets ``targets`` and ``legs``."""
 
     @functools.wraps(function)
     def with_targets(
-        *, url: str | None, late_url: str | None, plain_url: str | None, **rest: object
+        *,
+        url: str | None,
+        late_url: str | None,
+        plain_url: str | None,
+        legs: LegsTargets | None,
+        prefill_urls: tuple[str, ...],
+        **rest: object,
     ) -> None:
+        if prefill_urls or (url and legs):
+            raise click.UsageError("--prefill-url needs --engine vllm, and --url must not be there")
         if (url is None) != (plain_url is None):
             raise click.UsageError("give both --url and --plain-url, or neither")
         if late_url is not None and url is None:
             raise click.UsageError("--late-url needs --url and --plain-url")
         targets = None
+        if legs is not None:
+            targets = Targets(router_url=legs.decode_url, plain_url=legs.prefill_url)
         if url is not None and plain_url is not None:
             targets = Targets(
                 router_url=url.rstrip("/"),
                 plain_url=plain_url.rstrip("/"),
                 late_router_url=late_url.rstrip("/") if late_url else None,
             )
-        function(targets=targets, **rest)
+        function(targets=targets, legs=legs, **rest)
 
-    return _decorated(with_targets, _TARGET_OPTIONS)
+    return legs_options(*VllmEngine)(_decorated(with_targets, _TARGET_OPTIONS))
 
 
 def plan_options(function: _Command) -> _Command:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import click
 
+from kvferry.bench.legs_client import LegsTargets
 from kvferry.bench.turns import TurnTargets
 from kvferry.bench.turns_plan import Shape, TurnArm, TurnsPlan, growing, with_histories
+from kvferry.bench.two_legs import VllmEngine
 from kvferry.cli.arm_names import ArmNames
+from kvferry.cli.legs_options import legs_options
 from kvferry.cli.token_counts import TokenCounts
 
 _Command = Callable[..., None]
@@ -30,7 +33,8 @@ _TARGET_OPTIONS = (
         "--prefill-url",
         "prefill_urls",
         multiple=True,
-        help="Prefill instance of it, started with --enable-dev-endpoints; repeatable, give all.",
+        help="Prefill instance of it, started with --enable-dev-endpoints (vLLM: with "
+        "VLLM_SERVER_DEV_MODE=1); repeatable, give all.",
     ),
 )
 _PLAN_OPTIONS = (
@@ -86,21 +90,29 @@ _PLAN_OPTIONS = (
 
 
 def turn_target_options(function: _Command) -> _Command:
-    """Add the options that name a running deployment; the command gets ``targets`` or None."""
+    """Add the options that name a running deployment; the command gets ``targets`` and ``legs``."""
 
     @functools.wraps(function)
-    def with_targets(*, url: str | None, prefill_urls: tuple[str, ...], **rest: object) -> None:
-        if (url is None) != (not prefill_urls):
+    def with_targets(
+        *,
+        url: str | None,
+        prefill_urls: tuple[str, ...],
+        legs: LegsTargets | None,
+        **rest: object,
+    ) -> None:
+        if (url is None) != (not prefill_urls) or (url and legs):
             raise click.UsageError("give both --url and --prefill-url, or neither")
         targets = None
+        if legs is not None:
+            targets = TurnTargets(router_url=legs.decode_url, prefill_urls=(legs.prefill_url,))
         if url is not None:
             targets = TurnTargets(
                 router_url=url.rstrip("/"),
                 prefill_urls=tuple(each.rstrip("/") for each in prefill_urls),
             )
-        function(targets=targets, **rest)
+        function(targets=targets, legs=legs, **rest)
 
-    return _decorated(with_targets, _TARGET_OPTIONS)
+    return legs_options(VllmEngine.FERRY)(_decorated(with_targets, _TARGET_OPTIONS))
 
 
 def turns_plan_options(function: _Command) -> _Command:

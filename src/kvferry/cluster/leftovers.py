@@ -37,7 +37,7 @@ def footprint_of(deployment: Deployment) -> Footprint:
     return Footprint(
         pids=frozenset(pids),
         addresses=frozenset(address for url in urls for address in _addresses(url)),
-        shared_memory=frozenset(path for pid in pids for path in _shared_memory(pid)),
+        shared_memory=frozenset(path for pid in pids for path in shared_memory_of(pid)),
     )
 
 
@@ -58,7 +58,7 @@ def _addresses(url: str) -> list[tuple[str, int]]:
     return [(parts.hostname, parts.port)] if parts.hostname and parts.port else []
 
 
-def _shared_memory(pid: int) -> list[Path]:
+def shared_memory_of(pid: int) -> list[Path]:
     """Return the files of ``/dev/shm`` that a process has mapped and that have a name."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,10 +47,26 @@ class ManagedProcess:
         """Process id. Raises ``ClusterError`` before ``start``."""
         return self._started().pid
 
-    async def start(self, command: Sequence[str], cores: tuple[int, ...] = ()) -> None:
+    @property
+    def has_started(self) -> bool:
+        """Whether ``start`` has got as far as a process."""
+        return self._process is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, as far as the event loop has heard."""
+        return self._process is not None and self._process.returncode is not None
+
+    async def start(
+        self,
+        command: Sequence[str],
+        cores: tuple[int, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start ``command`` pinned to ``cores`` (none: not pinned), with its output in the log.
 
         It gets a session of its own, so that a terminal's Ctrl-C reaches it only through here.
+        ``environment`` is this process's own if None.
         """
         with self.log_path.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -59,6 +75,7 @@ class ManagedProcess:
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                env=None if environment is None else dict(environment),
             )
 
     async def wait_ready(self, deadline_s: float) -> ReadyReport:

@@ -143,7 +143,7 @@ def _with_prefill(**fields: object) -> Callable[[Json], Json]:
     [
         (TurnArm.RECOMPUTE, _with_prefill(num_cached_tokens=16), "had 16 tokens in its cache"),
         (TurnArm.READ_BACK, _with_prefill(num_cached_tokens=16), "had 16 tokens in its cache"),
-        (TurnArm.WARM, _with_prefill(num_cached_tokens=100), "had only 100 of the 200 tokens"),
+        (TurnArm.WARM, _with_prefill(num_cached_tokens=50), "had only 50 of the 200 tokens"),
         (TurnArm.WARM, _with_prefill(num_read_back_tokens=5), "although it was asked not to"),
         (TurnArm.RECOMPUTE, _with_prefill(read_back_outcome="gone"), "asked not to: gone"),
         (TurnArm.READ_BACK, lambda r: r | {"mode": "push"}, "read-back: the handoff was by push"),

@@ -1,0 +1,143 @@
+"""One ``vllm serve`` and all that it starts: begun, awaited, paused, resumed, and ended for good.
+
+Its processes are a session of their own; nothing of it is left behind, shared memory included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+
+from kvferry.clock import Clock
+from kvferry.cluster.leftovers import shared_memory_of
+from kvferry.cluster.process import ManagedProcess
+from kvferry.cluster.vllm_command import VllmInstance, vllm_command, vllm_environment
+from kvferry.errors import ClusterError
+
+_POLL_S = 0.2
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2)
+_GRACE_S = 20.0
+_END_S = 10.0
+"""From SIGKILL to the end of every process."""
+
+
+class VllmProcess:
+    """An instance's processes. All methods are called on one event loop."""
+
+    def __init__(self, name: str, instance: VllmInstance, run_folder: Path, clock: Clock) -> None:
+        self.instance = instance
+        self._process = ManagedProcess(name, run_folder, clock)
+        self._clock = clock
+
+    @property
+    def pid(self) -> int:
+        """Process and session id of the server's first process."""
+        return self._process.pid
+
+    async def start(self, environment: Mapping[str, str]) -> None:
+        """Start it, pinned to its core; returns before it serves."""
+        await self._process.start(
+            vllm_command(self.instance),
+            (self.instance.core,),
+            vllm_environment(environment, self.instance),
+        )
+
+    async def wait_healthy(self, deadline_s: float) -> None:
+        """Return when it serves.
+
+        Raises ``ClusterError`` with the end of its log if it dies, or does not serve ``deadline_s``
+        seconds from now.
+        """
+        end_s = self._clock.monotonic_s() + deadline_s
+        async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT) as session:
+            while not await _is_healthy(session, self.instance.url):
+                if self._process.has_ended:
+                    raise self._process.death()
+                if self._clock.monotonic_s() >= end_s:
+                    raise ClusterError(
+                        f"{self._process.name} did not serve within {deadline_s:.0f} s\n"
+                        f"{self._process.log_tail()}"
+                    )
+                await asyncio.sleep(_POLL_S)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server's first process has ended."""
+        return self._process.has_ended
+
+    def death(self) -> ClusterError:
+        """Return the error that says how it ended, with the end of its log."""
+        return self._process.death()
+
+    def pause(self) -> None:
+        """Stop all of its processes until ``resume``."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    async def stop(self) -> None:
+        """End every process of it and remove what they leave in shared memory. Safe to repeat."""
+        if not self._process.has_started:
+            return
+        members = session_members(self._process.pid)
+        left = {path for pid in members for path in shared_memory_of(pid)}
+        self.resume()
+        await self._process.stop(_GRACE_S)
+        await self._end_session()
+        for path in left:
+            path.unlink(missing_ok=True)
+
+    async def _end_session(self) -> None:
+        end_s = self._clock.monotonic_s() + _END_S
+        while session_members(self._process.pid):
+            self._signal(signal.SIGKILL)
+            if self._clock.monotonic_s() >= end_s:
+                raise ClusterError(f"processes of {self._process.name} do not end")
+            await asyncio.sleep(_POLL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in session_members(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def session_members(session: int) -> list[int]:
+    """Return the processes of a session that have not ended, from ``/proc``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in ("Z", "X"):
+                found.append(int(entry.name))
+    return found
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports of the loopback interface that nobody listens on now.
+
+    vLLM can't say which port it has taken, so it has to be told one.
+    """
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

@@ -1,0 +1,53 @@
+"""A program that is started like ``vllm serve``: serves health, has a child, shared memory."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+_PROGRAM = """
+    #!{python}
+    import mmap, os, signal, subprocess, sys
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from multiprocessing import resource_tracker
+
+    arguments = sys.argv[1:]
+    if "--die" in arguments:
+        sys.exit("nothing works here")
+    # As an engine's process: it hears of no end but SIGKILL.
+    child = subprocess.Popen(
+        [sys.executable, "-c",
+         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+    )
+    name = f"/dev/shm/kvferry-test-{{os.getpid()}}"
+    with open(name, "wb+") as file:
+        file.truncate(4096)
+        memory = mmap.mmap(file.fileno(), 4096)
+
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    port = int(arguments[arguments.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def pretend_vllm(folder: Path) -> Path:
+    """Write an environment's Python and its ``vllm``; return the Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / "python"
+    python.symlink_to(sys.executable)
+    program = folder / "vllm"
+    program.write_text(textwrap.dedent(_PROGRAM).strip().format(python=sys.executable) + "\n")
+    program.chmod(0o755)
+    return python
