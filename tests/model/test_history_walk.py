@@ -7,93 +7,51 @@ posted READ may touch is never free, and in the end both pools are whole.
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
-from kvferry.blocks.integrity import assert_whole
-from kvferry.blocks.pool import BlockPool
-from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import (
-    Effect,
-    PostRead,
     SendAcquireHistory,
     SendRelease,
-    StartServing,
-    StopServing,
 )
 from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.planner import Planner
-from kvferry.connector.ports import ConnectorSnapshot, ReceiveOutcome
+from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.messages import AcquireHistory, Release
-from kvferry.protocol.params import PeerAddress
-from kvferry.testing.fake_clock import FakeClock
-from tests.integration.exchange_pair import LAYOUT
+from kvferry.protocol.messages import AcquireHistory
+from tests.model.read_walk import HOLDER, PEER, READER, Flight, ReadWalk
 
 NUM_BLOCKS = 12
 LENGTH = 4
-HOLDER, READER = InstanceId("holder"), InstanceId("reader")
-PEER = PeerAddress(HOLDER, Epoch(1), "tcp://127.0.0.1:1")
 CONVERSATIONS = [
     block_hashes(chain_root(b"f" * 32, salt=salt), range(16 * LENGTH), 16) for salt in "abcde"
 ]
 FOREIGN = BlockHash(b"\xff" * 32)
-Flight = tuple[SendAcquireHistory | SendRelease, float]
 
 
-class HistoryWalk(RuleBasedStateMachine):
-    """Two planners joined by a network that the walk controls; content is known block by block."""
+class HistoryWalk(ReadWalk):
+    """The content of both pools is known block by block."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.clock = FakeClock(1000.0)
-        self.pools = {name: BlockPool(NUM_BLOCKS) for name in (HOLDER, READER)}
-        config = {"epoch": Epoch(1), "history_timeout_s": 5.0}
-        self.planners = {
-            name: Planner(ExchangeConfig(instance_id=name, **config), LAYOUT, pool, self.clock)  # type: ignore[arg-type]
-            for name, pool in self.pools.items()
-        }
+        super().__init__(NUM_BLOCKS, history_timeout_s=5.0)
         self.held_content: dict[BlockNumber, BlockHash] = {}
         self.read_content: dict[BlockNumber, BlockHash] = {}
         self.asked: dict[TransferId, tuple[list[BlockHash], list[BlockNumber]]] = {}
-        self.flights: list[Flight] = []
-        self.reads: dict[TransferId, PostRead] = {}
-        self.others: list[BlockNumber] = []
-        self.serving = 0
-
-    def run(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case SendAcquireHistory() | SendRelease():
-                    self.flights.append((effect, self.clock.monotonic_s()))
-                case PostRead():
-                    assert effect.transfer_id not in self.reads
-                    self.reads[effect.transfer_id] = effect
-                case StartServing():
-                    self.serving += 1
-                case StopServing():
-                    self.serving -= 1
-                case _:
-                    pass
 
     def deliver(self, flight: Flight) -> None:
-        effect, sent_s = flight
-        holder = self.planners[HOLDER]
+        effect = flight.effect
         if isinstance(effect, SendRelease):
-            release = Release(READER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-            self.run(holder.answer_release("reader/1", release)[1])
+            self.release(effect)
             return
+        assert isinstance(effect, SendAcquireHistory)
         message = AcquireHistory(
             READER, Epoch(1), Epoch(1), effect.transfer_id, effect.block_hashes,
             effect.min_blocks, effect.duration_s,
         )  # fmt: skip
-        reply, effects = holder.answer_acquire("reader/1", message)
+        reply, effects = self.planners[HOLDER].answer_acquire("reader/1", message)
         self.run(effects)
-        event = AcquireAnswered(effect.transfer_id, sent_s, reply)
+        event = AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
         self.run(self.planners[READER].handle(event))
 
     @rule(hashes=st.sampled_from(CONVERSATIONS))
@@ -144,14 +102,6 @@ class HistoryWalk(RuleBasedStateMachine):
         self.held_content.update(dict.fromkeys(blocks, FOREIGN))
         self.pools[HOLDER].drop(blocks)
 
-    @precondition(lambda self: self.flights)
-    @rule(data=st.data(), fate=st.sampled_from(["deliver", "repeat", "lose"]))
-    def network(self, data: st.DataObject, fate: str) -> None:
-        index = data.draw(st.integers(0, len(self.flights) - 1))
-        flight = self.flights[index] if fate == "repeat" else self.flights.pop(index)
-        if fate != "lose":
-            self.deliver(flight)
-
     @precondition(lambda self: self.reads)
     @rule(data=st.data(), status=st.sampled_from(ReadStatus))
     def read_ends(self, data: st.DataObject, status: ReadStatus) -> None:
@@ -194,30 +144,10 @@ class HistoryWalk(RuleBasedStateMachine):
             assert [self.read_content[b] for b in blocks[:count]] == hashes[:count]
             self.pools[READER].drop(blocks)
 
-    @invariant()
-    def destinations_of_running_reads_are_never_free(self) -> None:
-        for read in self.reads.values():
-            assert all(self.pools[READER].num_references(b) > 0 for b in read.local_blocks)
-
-    @invariant()
-    def serving_is_balanced(self) -> None:
-        assert self.serving in (0, 1)
-
-    def teardown(self) -> None:
-        for asked, (_, blocks) in self.asked.items():
-            self.run(self.planners[READER].end_receive(asked, needed=True))
+    def end_all(self) -> None:
+        for name, (_, blocks) in self.asked.items():
+            self.run(self.planners[READER].end_receive(name, needed=True))
             self.pools[READER].drop(blocks)
-        for reading in list(self.reads):
-            event = ReadEnded(reading, ReadStatus.FAILED, self.clock.monotonic_s())
-            self.run(self.planners[READER].handle(event))
-        self.clock.advance(100_000.0)
-        for planner in self.planners.values():
-            self.run(planner.tick())
-        for name, pool in self.pools.items():
-            assert_whole(pool)
-            snapshot = self.planners[name].snapshot()
-            assert dataclasses.replace(snapshot, outcomes={}) == ConnectorSnapshot()
-        assert self.serving == 0
 
 
 HistoryWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

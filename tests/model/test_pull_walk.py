@@ -6,87 +6,36 @@ once and only "received" when the READ was done in time, and in the end both poo
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
-from kvferry.blocks.integrity import assert_whole
-from kvferry.blocks.pool import BlockPool
-from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import (
-    Effect,
-    PostRead,
     SendAcquire,
     SendRelease,
     SendRenew,
-    StartServing,
-    StopServing,
 )
 from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.planner import Planner
-from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity, ReceiveOutcome
-from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.messages import Acquire, Release, Renew
-from kvferry.protocol.params import PeerAddress
-from kvferry.testing.fake_clock import FakeClock
-from tests.integration.exchange_pair import LAYOUT
+from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
+from kvferry.protocol.ids import BlockNumber, Epoch, TransferId
+from kvferry.protocol.messages import Acquire, Renew
+from tests.model.read_walk import HOLDER, PEER, READER, Flight, ReadWalk
 
 PROMPT = PromptIdentity(40, b"p" * 32)
 NUM_BLOCKS = 12
-HOLDER, READER = InstanceId("holder"), InstanceId("reader")
-PEER = PeerAddress(HOLDER, Epoch(1), "tcp://127.0.0.1:1")
 
 
-@dataclasses.dataclass
-class Flight:
-    """A message on its way to the holder."""
-
-    effect: Effect
-    sent_s: float
-
-
-class PullWalk(RuleBasedStateMachine):
-    """Two planners joined by a network that the walk controls."""
+class PullWalk(ReadWalk):
+    """Handoffs of three blocks, of which the reader lacks the last two."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.clock = FakeClock(1000.0)
-        self.pools = {name: BlockPool(NUM_BLOCKS) for name in (HOLDER, READER)}
-        self.planners = {
-            name: Planner(
-                ExchangeConfig(instance_id=name, epoch=Epoch(1), max_held_share=0.5),
-                LAYOUT,
-                pool,
-                self.clock,
-            )
-            for name, pool in self.pools.items()
-        }
+        super().__init__(NUM_BLOCKS, max_held_share=0.5)
         self.count = 0
         self.offered: list[TransferId] = []
         self.announced: list[TransferId] = []
         self.engine_blocks: dict[TransferId, list[BlockNumber]] = {}
-        self.flights: list[Flight] = []
-        self.reads: dict[TransferId, PostRead] = {}
         self.done_in_time: set[TransferId] = set()
         self.reported: set[TransferId] = set()
-        self.serving = 0
-
-    def run(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case SendAcquire() | SendRenew() | SendRelease():
-                    self.flights.append(Flight(effect, self.clock.monotonic_s()))
-                case PostRead():
-                    assert effect.transfer_id not in self.reads
-                    self.reads[effect.transfer_id] = effect
-                case StartServing():
-                    self.serving += 1
-                case StopServing():
-                    self.serving -= 1
-                case _:
-                    pass
 
     def deliver(self, flight: Flight) -> None:
         effect, holder = flight.effect, self.planners[HOLDER]
@@ -102,8 +51,7 @@ class PullWalk(RuleBasedStateMachine):
         elif isinstance(effect, SendRenew):
             holder.answer_renew(Renew(effect.transfer_id, Epoch(1), effect.duration_s))
         elif isinstance(effect, SendRelease):
-            release = Release(READER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-            self.run(holder.answer_release("reader/1", release)[1])
+            self.release(effect)
 
     @precondition(lambda self: self.pools[HOLDER].num_free >= 3)
     @rule()
@@ -155,14 +103,6 @@ class PullWalk(RuleBasedStateMachine):
         self.run(self.planners[READER].receive(transfer_id, blocks, 1))
         self.deliver(self.flights.pop())
 
-    @precondition(lambda self: self.flights)
-    @rule(data=st.data(), fate=st.sampled_from(["deliver", "repeat", "lose"]))
-    def network(self, data: st.DataObject, fate: str) -> None:
-        index = data.draw(st.integers(0, len(self.flights) - 1))
-        flight = self.flights[index] if fate == "repeat" else self.flights.pop(index)
-        if fate != "lose":
-            self.deliver(flight)
-
     @precondition(lambda self: self.reads)
     @rule(data=st.data(), status=st.sampled_from(ReadStatus))
     def read_ends(self, data: st.DataObject, status: ReadStatus) -> None:
@@ -199,30 +139,10 @@ class PullWalk(RuleBasedStateMachine):
     def pressure(self) -> None:
         self.run(self.planners[HOLDER].give_up_oldest(1)[1])
 
-    @invariant()
-    def destinations_of_running_reads_are_never_free(self) -> None:
-        for read in self.reads.values():
-            assert all(self.pools[READER].num_references(b) > 0 for b in read.local_blocks)
-
-    @invariant()
-    def serving_is_balanced(self) -> None:
-        assert self.serving in (0, 1)
-
-    def teardown(self) -> None:
+    def end_all(self) -> None:
         for transfer_id in [*self.engine_blocks, *self.announced]:
             self.run(self.planners[READER].end_receive(transfer_id, needed=True))
             self.pools[READER].drop(self.engine_blocks.pop(transfer_id, []))
-        for transfer_id in list(self.reads):
-            event = ReadEnded(transfer_id, ReadStatus.FAILED, self.clock.monotonic_s())
-            self.run(self.planners[READER].handle(event))
-        self.clock.advance(100_000.0)
-        for planner in self.planners.values():
-            self.run(planner.tick())
-        for name, pool in self.pools.items():
-            assert_whole(pool)
-            snapshot = self.planners[name].snapshot()
-            assert dataclasses.replace(snapshot, outcomes={}) == ConnectorSnapshot()
-        assert self.serving == 0
 
 
 PullWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
