@@ -32,6 +32,7 @@ print("MODULES " + json.dumps([code, names]))
         ["bench", "turns", "--help"],
         ["engine", "serve", "--help"],
         ["router", "--help"],
+        ["doctor", "--help"],
     ],
     ids=" ".join,
 )

@@ -27,6 +27,7 @@ peer to peer; the router carries metadata only.
 Try it:        kvferry demo
 Keep it up:    kvferry up
 Measure it:    kvferry bench handoff
+Check one:     kvferry doctor URL
 """
 
 
@@ -44,6 +45,7 @@ def build_command() -> click.Group:
             "demo": at("demo", "demo", "Start them, chat through them, check the tokens, stop."),
             "engine": at("engine", "engine", "Run one instance."),
             "router": at("router", "router", "Run the router in front of running instances."),
+            "doctor": at("doctor", "doctor", "Check a running deployment, and say what to do."),
             "bench": at("bench", "bench", "Measure handoffs, turns, the engine, transfers."),
             "version": at("version", "version", "Show the versions of kvferry and what it uses."),
         },

@@ -1,0 +1,158 @@
+"""``kvferry doctor``: options to an ``Assignment``, findings to a table, a record and a code."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+
+from kvferry.cli.record_file import json_option, write_record
+
+_NOT_WELL = 1
+_COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
+
+
+@click.command()
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option(
+    "--control",
+    "controls",
+    multiple=True,
+    metavar="URL=tcp://HOST:PORT",
+    help="The control port of a vLLM instance with FerryConnector; repeat for each. kvferry's own "
+    "instances tell theirs.",
+)
+@click.option(
+    "--cluster-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The instances' cluster key; or in KVFERRY_CLUSTER_KEY.",
+)
+@click.option("--api-key", metavar="KEY", help="Sent as a bearer token, where instances want one.")
+@click.option(
+    "--no-transfers", is_flag=True, help="Try no handoffs: ask only, which costs no request."
+)
+@click.option(
+    "--tokens",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(128, 65_536),
+    help="Length of the prompt whose move tells the bandwidth.",
+)
+@click.option(
+    "--repeats",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 20),
+    help="Handoffs of each length and direction; the fastest counts.",
+)
+@click.option(
+    "--max-pairs",
+    default=12,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Directions that are tried at most.",
+)
+@click.option(
+    "--timeout-s",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Bound of each question.",
+)
+@click.option(
+    "--handoff-timeout-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Bound of each leg of a handoff.",
+)
+@json_option
+def doctor(
+    *,
+    urls: tuple[str, ...],
+    controls: tuple[str, ...],
+    cluster_key_file: Path | None,
+    api_key: str | None,
+    no_transfers: bool,
+    tokens: int,
+    repeats: int,
+    max_pairs: int,
+    timeout_s: float,
+    handoff_timeout_s: float,
+    json_path: Path | None,
+) -> None:
+    """Check a running deployment from outside, and say what to do about what is wrong.
+
+    URL is an instance, or a router, whose instances are then checked. Random prompts are handed
+    over between each pair, in both directions, unless --no-transfers is given. The code is 1 if a
+    check failed, else 0; a warning is no failure.
+
+    \b
+    kvferry doctor http://127.0.0.1:8000
+    kvferry doctor http://p:8001 http://d:8002 \\
+        --control http://p:8001=tcp://p:7001 --control http://d:8002=tcp://d:7002
+    """
+    from kvferry.cli.deployment import run_to_end
+    from kvferry.doctor.examination import Assignment, examine
+    from kvferry.doctor.finding import Result
+    from kvferry.doctor.findings import findings_of, worst
+    from kvferry.doctor.handoffs import HandoffPlan
+    from kvferry.doctor.report import (
+        format_findings,
+        format_instances,
+        format_summary,
+        record_of,
+    )
+    from kvferry.protocol.signing import load_cluster_key
+
+    plan = HandoffPlan(num_tokens=tokens, repeats=repeats, timeout_s=handoff_timeout_s)
+    assignment = Assignment(
+        urls=tuple(dict.fromkeys(map(_base_url, urls))),
+        control_addresses=dict(map(_control, controls)),
+        cluster_key=load_cluster_key(cluster_key_file, os.environ),
+        api_key=api_key,
+        timeout_s=timeout_s,
+        handoffs=None if no_transfers else plan,
+        max_pairs=max_pairs,
+    )
+    facts = run_to_end(examine(assignment, random.Random(), _say))
+    findings = findings_of(facts)
+    click.echo(format_instances(facts) + "\n")
+    for line in format_findings(findings).splitlines():
+        click.echo(_coloured(line))
+    click.echo("\n" + format_summary(findings))
+    write_record(json_path, record_of(facts, findings))
+    if worst(findings) is Result.FAILED:
+        click.get_current_context().exit(_NOT_WELL)
+
+
+def _say(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def _base_url(text: str) -> str:
+    url = text.rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise click.UsageError(f"{text!r} is no URL like http://127.0.0.1:8001")
+    return url
+
+
+def _control(text: str) -> tuple[str, str]:
+    url, separator, address = text.rpartition("=")
+    if not separator or not address.startswith("tcp://"):
+        raise click.UsageError(f"--control {text!r} is not of the form URL=tcp://HOST:PORT")
+    return _base_url(url), address
+
+
+def _coloured(line: str) -> str:
+    word = line.partition(" ")[0]
+    colour = _COLOURS.get(word)
+    return click.style(word, fg=colour) + line[len(word) :] if colour else line

@@ -1,0 +1,151 @@
+"""Asks one control port who is there, and finds out why it does not answer.
+
+Owns a socket and its monitor for one question; blocks for at most the given time. What ZeroMQ does
+on a connection (connected, handshake failed) says what a mere silence would not: that nobody
+listens, or that the cluster key is another one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.connector.control import derive_curve_keys
+from kvferry.doctor.facts import ControlEnd, ControlFacts
+from kvferry.errors import FerryError, IncompatiblePeerError
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from kvferry.protocol.messages import InstanceInfo, InstanceQuery
+
+_SEQUENCE = 1
+_CONNECTED = zmq.Event.CONNECTED
+_HANDSHAKE_DONE = zmq.Event.HANDSHAKE_SUCCEEDED
+_HANDSHAKE_FAILED = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+_WATCHED = _CONNECTED | _HANDSHAKE_DONE | _HANDSHAKE_FAILED | zmq.Event.DISCONNECTED
+
+
+@dataclass(slots=True)
+class _Connection:
+    """What has happened to the connection so far."""
+
+    was_connected: bool = False
+    is_open: bool = False
+    """The handshake is done, so what was sent has been taken."""
+    is_refused: bool = False
+    """The handshake has failed; ZeroMQ would try again for ever."""
+    opened_s: float | None = None
+
+    def note(self, event: int, now_s: float) -> None:
+        if event & _CONNECTED:
+            self.was_connected = True
+        elif event & _HANDSHAKE_DONE:
+            self.is_open, self.opened_s = True, now_s
+        elif event & _HANDSHAKE_FAILED or (event & zmq.Event.DISCONNECTED and not self.is_open):
+            self.is_refused = True
+
+    def end(self, *, has_key: bool) -> ControlEnd:
+        """How a question without an answer has ended."""
+        if self.is_open:
+            return ControlEnd.SILENT
+        if self.is_refused:
+            return ControlEnd.KEY_REFUSED if has_key else ControlEnd.KEY_WANTED
+        return ControlEnd.SILENT if self.was_connected else ControlEnd.NOBODY
+
+
+def ask_control_port(address: str, cluster_key: bytes | None, timeout_s: float) -> ControlFacts:
+    """Return what answers at ``address`` (``tcp://host:port``) within ``timeout_s``."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = _socket(context, cluster_key)
+    monitor = socket.get_monitor_socket(_WATCHED)
+    try:
+        socket.connect(address)
+        socket.send(encode(_SEQUENCE, InstanceQuery()))
+        return _wait(
+            address, socket, monitor, _Deadline(timeout_s), has_key=cluster_key is not None
+        )
+    except zmq.ZMQError as error:
+        return ControlFacts(address=address, end=ControlEnd.BAD_ADDRESS, detail=str(error))
+    finally:
+        socket.disable_monitor()
+        monitor.close(0)
+        socket.close(0)
+        context.term()
+
+
+class _Deadline:
+    def __init__(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_ms(self) -> int:
+        return max(0, int(1e3 * (self._end_s - time.monotonic())))
+
+
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], cluster_key: bytes | None
+) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if cluster_key is not None:
+        keys = derive_curve_keys(cluster_key)
+        socket.curve_serverkey = keys.public
+        socket.curve_publickey = keys.public
+        socket.curve_secretkey = keys.secret
+    return socket
+
+
+def _wait(
+    address: str,
+    socket: zmq.Socket[bytes],
+    monitor: zmq.Socket[bytes],
+    deadline: _Deadline,
+    *,
+    has_key: bool,
+) -> ControlFacts:
+    connection = _Connection()
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    while not connection.is_refused:
+        ready = dict(poller.poll(deadline.left_ms()))
+        if not ready:
+            break
+        now_s = time.monotonic()
+        # The monitor first: when both are ready the handshake came before the answer.
+        if monitor in ready:
+            message = recv_monitor_message(monitor, zmq.NOBLOCK)
+            connection.note(int(message["event"]), now_s)
+        elif socket in ready:
+            return _answered(address, socket.recv_multipart(zmq.NOBLOCK), connection, now_s)
+    return ControlFacts(address=address, end=connection.end(has_key=has_key))
+
+
+def _answered(
+    address: str, frames: list[bytes], connection: _Connection, now_s: float
+) -> ControlFacts:
+    try:
+        envelope = decode(frames[-1])
+    except IncompatiblePeerError as error:
+        return _not_understood(address, f"it speaks protocol version {error.theirs}")
+    except FerryError as error:
+        return _not_understood(address, str(error))
+    if not isinstance(envelope.message, InstanceInfo):
+        return _not_understood(address, f"a {type(envelope.message).__name__}")
+    opened_s = connection.opened_s
+    return ControlFacts(
+        address=address,
+        end=ControlEnd.ANSWERED,
+        round_trip_s=None if opened_s is None else max(0.0, now_s - opened_s),
+        protocol_version=envelope.version,
+        info=envelope.message,
+    )
+
+
+def _not_understood(address: str, detail: str) -> ControlFacts:
+    return ControlFacts(address=address, end=ControlEnd.NOT_UNDERSTOOD, detail=detail)

@@ -1,0 +1,208 @@
+"""What was found out about a deployment: a snapshot, from which the findings are decided.
+
+Owns the types only. Durations in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvferry.connector.config import is_loopback
+from kvferry.protocol.messages import InstanceInfo
+
+LOOPBACK = "loopback"
+"""The one name of every loopback address: there they all mean the same host."""
+
+
+class ControlEnd(enum.StrEnum):
+    """How asking a control port ended."""
+
+    ANSWERED = "answered"
+    NOBODY = "nobody"
+    """No connection: nobody listens, or a firewall drops it."""
+    KEY_REFUSED = "key_refused"
+    """The handshake failed with our cluster key."""
+    KEY_WANTED = "key_wanted"
+    """The handshake failed, and we gave no cluster key."""
+    SILENT = "silent"
+    """There is a connection, and no answer came in time."""
+    NOT_UNDERSTOOD = "not_understood"
+    """The answer is of an unsupported version, or is no answer of kvferry's."""
+    BAD_ADDRESS = "bad_address"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlFacts:
+    """What one control port answered. ``detail`` is for people."""
+
+    address: str
+    end: ControlEnd
+    detail: str = ""
+    round_trip_s: float | None = None
+    """From sending the question to its answer, connecting not included."""
+    protocol_version: int | None = None
+    info: InstanceInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFacts:
+    """What an instance has in hand; None: it does not say."""
+
+    num_requests_running: int | None = None
+    num_requests_waiting: int | None = None
+    num_handoffs_held: int | None = None
+    num_blocks_leased: int | None = None
+    num_blocks_quarantined: int | None = None
+    num_blocks_retained: int | None = None
+    num_peers_resting: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpFacts:
+    """What one instance answered over HTTP."""
+
+    error: str = ""
+    """Why nothing answered; empty: something did."""
+    health_status: int = 0
+    """Of ``GET /health``; 0: it was not answered."""
+    round_trip_s: float | None = None
+    clock_ahead_s: float | None = None
+    """The instance's wall clock less ours, to about a second; None: it does not tell the time."""
+    engine: str = ""
+    """``kvferry``, or vLLM with its version; empty: unknown."""
+    model: str = ""
+    """The name that requests give."""
+    max_model_len: int | None = None
+    models_error: str = ""
+    """Why the model's name is unknown."""
+    info: InstanceInfo | None = None
+    """From ``GET /kvferry/instance``, which only kvferry's own engine answers."""
+    info_error: str = ""
+    """That was answered, and can't be read."""
+    load: LoadFacts = field(default_factory=LoadFacts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceFacts:
+    """One instance. ``control`` and ``advertised`` are None where no address is known.
+
+    ``control`` was asked at the address that the user or the instance named, ``advertised`` at the
+    one that peers are told, where that is another.
+    """
+
+    url: str
+    http: HttpFacts
+    control: ControlFacts | None = None
+    advertised: ControlFacts | None = None
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """Who it says it is, by either way."""
+        if self.control is not None and self.control.info is not None:
+            return self.control.info
+        return self.http.info
+
+    @property
+    def name(self) -> str:
+        """How findings call it."""
+        return self.url if self.info is None else self.info.instance_id
+
+    @property
+    def host(self) -> str:
+        """The host in its URL."""
+        return host_of(self.url)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedInstance:
+    """One instance as its router shows it."""
+
+    url: str
+    role: str
+    health: str
+    detail: str = ""
+    is_draining: bool = False
+    control_address: str = ""
+    """Empty: the router does not know it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFacts:
+    """A router that was asked for its fleet."""
+
+    url: str
+    clock_ahead_s: float | None
+    fleet: tuple[RoutedInstance, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSample:
+    """One handoff that moved the prompt's blocks.
+
+    ``moved_s`` is the target's own time from the request's arrival until the blocks were there
+    (``is_reported``), or what the client waited longer than for the same request without a move.
+    """
+
+    num_tokens: int
+    num_bytes: int
+    moved_s: float
+    is_reported: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFacts:
+    """Handoffs from one instance to another. ``error``: why there are no further ones."""
+
+    source_url: str
+    target_url: str
+    short: tuple[HandoffSample, ...] = ()
+    """Of a short prompt: what a handoff costs whatever its size."""
+    long: tuple[HandoffSample, ...] = ()
+    outcome: str = ""
+    """Why the blocks did not come, as the target counts it; empty: they came, or nobody says."""
+    error: str = ""
+    remedy: str = ""
+    """For that error; empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """This host, where at least one of the instances is."""
+
+    ptrace_scope: int | None
+    """Yama's; None: there is no such restriction here."""
+    locked_memory_bytes: int | None
+    """The soft limit of this process; None: unlimited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFacts:
+    """All that was found out."""
+
+    instances: tuple[InstanceFacts, ...]
+    routers: tuple[RouterFacts, ...] = ()
+    pairs: tuple[PairFacts, ...] = ()
+    num_pairs_left_out: int = 0
+    """Directions that were not tried because they are too many."""
+    are_transfers_wanted: bool = True
+    has_cluster_key: bool = False
+    host: HostFacts | None = None
+    """None: none of the instances is on this host."""
+
+    def instance(self, url: str) -> InstanceFacts:
+        """Return the instance with that URL. Raises ``KeyError``."""
+        for instance in self.instances:
+            if instance.url == url:
+                return instance
+        raise KeyError(url)
+
+
+def host_of(address: str) -> str:
+    """Return the host of a URL or endpoint, the same for all loopback addresses."""
+    try:
+        host = urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
+    return LOOPBACK if is_loopback(host) else host

@@ -1,0 +1,106 @@
+"""HTTP as the doctor needs it: one bounded question, its answer, and an error in plain words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from kvferry.errors import PeerUnreachableError
+
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+_MAX_SHOWN_CHARS = 200
+_HALF_SECOND_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One whole answer."""
+
+    status: int
+    body: bytes
+    elapsed_s: float
+    clock_ahead_s: float | None
+    """The server's wall clock less ours, by its Date; None where it sent none."""
+
+    @property
+    def text(self) -> str:
+        """The beginning of the body, for people."""
+        return self.body[:_MAX_SHOWN_CHARS].decode(errors="replace").strip()
+
+
+class HttpClient:
+    """Asks over one session; ``headers`` go with every question."""
+
+    def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
+        self._session = session
+        self._headers = dict(headers)
+
+    async def get(self, url: str, timeout_s: float) -> Reply:
+        """Return the answer, whatever its status. Raises ``PeerUnreachableError``."""
+        return await self._ask("GET", url, timeout_s)
+
+    async def post(
+        self, url: str, body: bytes, timeout_s: float, headers: Mapping[str, str]
+    ) -> Reply:
+        """POST JSON and return the answer, whatever its status. Raises ``PeerUnreachableError``."""
+        sent = {"Content-Type": "application/json", **headers}
+        return await self._ask("POST", url, timeout_s, body, sent)
+
+    async def delete(self, url: str, timeout_s: float) -> Reply:
+        """Return the answer, whatever its status. Raises ``PeerUnreachableError``."""
+        return await self._ask("DELETE", url, timeout_s)
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        timeout_s: float,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        sent = {**self._headers, **(headers or {})}
+        started_s, started_wall_s = time.monotonic(), time.time()
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False
+            ) as response:
+                content = await _bounded(response)
+                elapsed_s = time.monotonic() - started_s
+                return Reply(
+                    status=response.status,
+                    body=content,
+                    elapsed_s=elapsed_s,
+                    clock_ahead_s=_clock_ahead_s(response, started_wall_s + elapsed_s / 2),
+                )
+        except TimeoutError as error:
+            raise PeerUnreachableError(f"no answer within {timeout_s:g} s") from error
+        except aiohttp.InvalidURL as error:
+            raise PeerUnreachableError("this is no URL") from error
+        except aiohttp.ClientConnectorError as error:
+            raise PeerUnreachableError(f"no connection: {error.os_error}") from error
+        except aiohttp.ClientError as error:
+            raise PeerUnreachableError(f"{type(error).__name__}: {error}") from error
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raises ``PeerUnreachableError`` if it is larger than any we ask for."""
+    content = bytearray()
+    async for piece in response.content.iter_any():
+        content += piece
+        if len(content) > MAX_ANSWER_BYTES:
+            raise PeerUnreachableError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
+
+
+def _clock_ahead_s(response: aiohttp.ClientResponse, at_s: float) -> float | None:
+    """Return the server's clock less ours at our wall time ``at_s``; Date has whole seconds."""
+    try:
+        told_s = parsedate_to_datetime(response.headers.get("Date", "")).timestamp()
+    except ValueError:
+        return None
+    return told_s + _HALF_SECOND_S - at_s

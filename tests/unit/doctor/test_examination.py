@@ -1,0 +1,50 @@
+"""Which pairs are tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from kvferry.doctor.examination import fitting_directions
+from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RoutedInstance, RouterFacts
+from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
+
+P0, P1, D0 = (instance_of(info_of(name)) for name in ("prefill-0", "prefill-1", "decode-0"))
+
+
+def _directions(*instances: InstanceFacts, routers: tuple[RouterFacts, ...] = ()) -> set[str]:
+    facts = DeploymentFacts(instances=instances, routers=routers)
+    return {f"{source.name} {target.name}" for source, target in fitting_directions(facts)}
+
+
+def test_both_directions_of_every_pair() -> None:
+    assert _directions(P0, D0) == {"prefill-0 decode-0", "decode-0 prefill-0"}
+    assert len(_directions(P0, P1, D0)) == 6
+
+
+def test_a_router_never_hands_over_between_two_of_one_role() -> None:
+    roles = ((P0, "prefill"), (P1, "prefill"), (D0, "decode"))
+    fleet = tuple(RoutedInstance(url=i.url, role=role, health="healthy") for i, role in roles)
+    router = RouterFacts(url="http://r", clock_ahead_s=None, fleet=fleet)
+    found = _directions(P0, P1, D0, routers=(router,))
+    assert found == {
+        "prefill-0 decode-0", "decode-0 prefill-0", "prefill-1 decode-0", "decode-0 prefill-1",
+    }  # fmt: skip
+    further = instance_of(info_of("further"))
+    assert len(_directions(P0, P1, D0, further, routers=(router,))) == 10
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    other = instance_of(info_of("other", msgspec.structs.replace(LAYOUT, kv_dtype="bfloat16")))
+    shm = instance_of(info_of("shm", transport="shm"))
+    nameless = with_http(D0, replace(D0.http, model=""))
+    unknown = replace(D0, control=None, http=replace(D0.http, info=None))
+    same = replace(P0, url="http://localhost:1")
+    for misfit in (other, shm, nameless, unknown, same):
+        assert not _directions(P0, misfit)
+
+
+def test_another_model_name_fits() -> None:
+    named = instance_of(info_of("named", msgspec.structs.replace(LAYOUT, model_name="copy")))
+    assert len(_directions(P0, named)) == 2
