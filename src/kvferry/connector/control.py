@@ -7,17 +7,16 @@ encrypted; the key pair is derived from the cluster key, so both sides have the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 
 from kvferry.connector.config import ExchangeConfig, endpoint
 from kvferry.errors import ConfigError, FerryError, IncompatiblePeerError, RemoteProtocolError
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from kvferry.protocol.curve_keys import derive_curve_keys as derive_curve_keys
 from kvferry.protocol.messages import NOTICE_SEQUENCE, Envelope, Message, Notice
 
 MAX_QUEUED_MESSAGES = 10_000
@@ -29,21 +28,6 @@ MAX_RECONNECT_INTERVAL_MS = 5000
 
 CountMalformed = Callable[[str], None]
 """Called with ``malformed`` or ``version`` for each message that is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """A CurveZMQ key pair in Z85 text."""
-
-    public: bytes
-    secret: bytes
-
-
-def derive_curve_keys(cluster_key: bytes) -> CurveKeys:
-    """Return the key pair that every instance with this cluster key has."""
-    raw = hashlib.blake2b(cluster_key, digest_size=32, person=b"kvferry-curve").digest()
-    secret = z85.encode(raw)
-    return CurveKeys(zmq.curve_public(secret), secret)
 
 
 class _OnlyOurKey:

@@ -1,0 +1,24 @@
+"""The key pair by which both ends of a control connection prove that they know the cluster key."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A CurveZMQ key pair in Z85 text."""
+
+    public: bytes
+    secret: bytes
+
+
+def derive_curve_keys(cluster_key: bytes) -> CurveKeys:
+    """Return the key pair that everyone with this cluster key has."""
+    raw = hashlib.blake2b(cluster_key, digest_size=32, person=b"kvferry-curve").digest()
+    secret = z85.encode(raw)
+    return CurveKeys(zmq.curve_public(secret), secret)
