@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ import aiohttp
 
 from kvferry.clock import Clock, SystemClock
 from kvferry.router.config import RouterConfig
+from kvferry.router.engines import EngineConfig
 from kvferry.router.service import Router
 from kvferry.testing.scripted_engine import ScriptedEngine
+from tests.integration.fake_control_port import FakeControlPort, fake_control_port
 
 PATH = "/v1/completions"
 
@@ -78,6 +80,7 @@ async def deployment(
     host: str = "127.0.0.1",
     capabilities: tuple[str, ...] | None = None,
     clock: Clock | None = None,
+    engines_at: Callable[[Sequence[str]], EngineConfig] | None = None,
     **options: Any,  # noqa: ANN401 - those of RouterConfig
 ) -> AsyncIterator[Deployment]:
     peers: dict[str, ScriptedEngine] = {}
@@ -88,6 +91,8 @@ async def deployment(
             engine.capabilities = capabilities
             await engine.start(host)
             stack.push_async_callback(engine.stop)
+        if engines_at is not None:
+            options["engines"] = engines_at([engine.url for engine in (*prefill, *decode)])
         options = {"shutdown_timeout_s": 0.0, "health_interval_s": 60.0, **options}
         config = RouterConfig(
             prefill_urls=tuple(engine.url for engine in prefill),
@@ -101,6 +106,32 @@ async def deployment(
         stack.push_async_callback(router.stop)
         client = await stack.enter_async_context(aiohttp.ClientSession())
         yield Deployment(router, prefill, decode, client)
+
+
+@asynccontextmanager
+async def vllm_deployment(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    engines: EngineConfig | None = None,
+    **options: Any,  # noqa: ANN401 - those of RouterConfig
+) -> AsyncIterator[tuple[Deployment, list[FakeControlPort]]]:
+    """As ``deployment``, with engines that say at their control ports alone who they are.
+
+    ``engines`` are told to the router instead of those ports.
+    """
+    names = [f"prefill-{n}" for n in range(num_prefill)] + [
+        f"decode-{n}" for n in range(num_decode)
+    ]
+    with ExitStack() as stack:
+        ports = [stack.enter_context(fake_control_port(name)) for name in names]
+
+        def told(urls: Sequence[str]) -> EngineConfig:
+            addresses = {url: port.address for url, port in zip(urls, ports, strict=True)}
+            return engines or EngineConfig(control_addresses=addresses)
+
+        async with deployment(num_prefill, num_decode, engines_at=told, **options) as world:
+            yield world, ports
 
 
 def events_of(body: bytes) -> list[Any]:

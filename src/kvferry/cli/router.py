@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvferry.cli.fleet_options import fleet_options
 from kvferry.cli.router_options import conversation_options
 
 if TYPE_CHECKING:
     from kvferry.router.config import ConversationConfig  # Help needs no router.
+    from kvferry.router.engines import EngineConfig
 
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
@@ -34,6 +36,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     metavar="URL",
     help="A decode instance; repeat for more, or separate with commas.",
 )
+@fleet_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -50,7 +53,8 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--cluster-key-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Sign what instances are told about handoffs with the key in this file.",
+    help="The key in this file signs what instances are told about handoffs, and opens their "
+    "control ports.",
 )
 @click.option(
     "--on-prefill-failure",
@@ -73,7 +77,8 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     default="early",
     show_default=True,
     type=click.Choice(["early", "late"]),
-    help="Push: choose decode at once, in turn; or by load once prefill has come some way.",
+    help="Push: choose decode at once, in turn; or by load once prefill has come some way. vLLM "
+    "does not tell how far it is: with it, late is at once, by load.",
 )
 @click.option(
     "--decode-choice-progress",
@@ -166,6 +171,7 @@ def router(
     decode_choice: str,
     decode_choice_progress: float,
     max_outstanding_handoffs: int,
+    engines: EngineConfig,
     conversations: ConversationConfig,
     queue_timeout_s: float,
     request_timeout_s: float,
@@ -201,6 +207,7 @@ def router(
         decode_choice=DecodeChoice(decode_choice),
         decode_choice_progress=decode_choice_progress,
         max_outstanding_handoffs=max_outstanding_handoffs,
+        engines=engines,
         conversations=conversations,
         queue_timeout_s=queue_timeout_s,
         request_timeout_s=request_timeout_s,

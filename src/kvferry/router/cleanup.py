@@ -23,20 +23,30 @@ _log = get_logger(__name__)
 class TransferCleanup:
     """Sends ``DELETE /kvferry/transfers/{id}`` to all instances that may know of a handoff.
 
-    What an instance does not hear, its own lease ends.
+    What an instance does not hear, its own lease ends. ``is_heard``: whether instances know that
+    request at all; if not, none is sent.
     """
 
     def __init__(
-        self, upstream: Upstream, signer: Signer, figures: RouterFigures, *, timeout_s: float
+        self,
+        upstream: Upstream,
+        signer: Signer,
+        figures: RouterFigures,
+        *,
+        timeout_s: float,
+        is_heard: bool = True,
     ) -> None:
         self._upstream = upstream
         self._signer = signer
         self._figures = figures
         self._timeout_s = timeout_s
+        self._is_heard = is_heard
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cancel(self, transfer: OpenTransfer) -> None:
         """Begin to tell every instance of ``transfer``; returns at once."""
+        if not self._is_heard:
+            return
         for url in dict.fromkeys((transfer.prefill_url, *transfer.decode_urls)):
             task = asyncio.get_running_loop().create_task(self._tell(url, transfer))
             self._tasks.add(task)

@@ -6,9 +6,10 @@ import enum
 import math
 import re
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
+from kvferry.router.engines import EngineConfig
+from kvferry.router.urls import normalise_url
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -94,7 +95,8 @@ class RouterConfig:
     port: int = 8000
     """0 takes any free port."""
     cluster_key: bytes | None = None
-    """Signs the legs that carry transfer parameters; None leaves them unsigned."""
+    """Signs the legs that carry transfer parameters, and is asked for at control ports; None leaves
+    legs unsigned."""
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.DECODE
     mode: RouteMode = RouteMode.AUTO
     """For requests that do not ask for one themselves."""
@@ -104,6 +106,7 @@ class RouterConfig:
     max_outstanding_handoffs: int = 32
     """Pushes for one decode instance whose prefill is neither admitted nor answered."""
     conversations: ConversationConfig = field(default_factory=ConversationConfig)
+    engines: EngineConfig = field(default_factory=EngineConfig)
     queue_timeout_s: float = 30.0
     """How long a request waits for such a place."""
     request_timeout_s: float = 600.0
@@ -128,6 +131,7 @@ class RouterConfig:
             if not urls:
                 raise ConfigError(f"--{option} is missing: give at least one instance's URL")
             object.__setattr__(self, f"{option}_urls", tuple(map(normalise_url, urls)))
+        self.engines.check_urls(self.prefill_urls, self.decode_urls)
         for option in (
             "request_timeout_s",
             "prefill_timeout_s",
@@ -149,24 +153,3 @@ class RouterConfig:
             raise ConfigError("--shutdown-timeout-s must not be negative")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
-
-
-def normalise_url(text: str) -> str:
-    """Return an instance's base URL without a trailing slash.
-
-    Raises ``ConfigError`` for anything but ``http(s)://host[:port][/path]``.
-    """
-    wrong = f"instance URL {text!r} is not of the form http://host:port"
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{wrong}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(wrong)
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ConfigError(f"{wrong}: no user, query or fragment is allowed")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return (
-        f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
-    )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvferry.clock import Clock
 from kvferry.protocol.params import PeerAddress
+from kvferry.router.kept_blocks import KeptOnce
 from kvferry.router.prefix import Digest
 
 
@@ -33,6 +34,8 @@ class Turn:
     """Of the prompt, in the units of its prefix; 0 where it had none."""
     digest: Digest
     """Of the prompt to exactly that length."""
+    kept: KeptOnce | None = None
+    """Its blocks, where the holder has named them for one read."""
 
 
 Accept = Callable[[Turn], bool]

@@ -25,6 +25,8 @@ class PlainReason(enum.StrEnum):
     """Prefill answered without transfer parameters."""
     NO_RECEIVER = "no_receiver"
     """Late choice: no decode instance could take a push any more."""
+    OFFER_USED = "offer_used"
+    """What prefill offered can be taken once, and an instance that had it has failed."""
 
     @property
     def is_fallback(self) -> bool:

@@ -98,7 +98,7 @@ class DecodeLeg:
         if self._whole is not None:
             is_good = self._whole.status < 400
             if is_good:
-                self._tools.note_answer(context, self.view)
+                self._tools.note_answer(context, self.view, self._whole.body)
             outcome = _good_outcome(context) if is_good else Outcome.BAD_REQUEST
             context.finish(outcome, passed_on(context, self._whole))
         elif self._response is not None:

@@ -6,10 +6,11 @@ from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
 from kvferry.router.context import GOOD_OUTCOMES, RequestContext
+from kvferry.router.decider import PlainReason
 from kvferry.router.decode_leg import DecodeLeg, finish_without_decode, note_receiver
 from kvferry.router.fleet import InstanceView
 from kvferry.router.steps import MAX_ATTEMPTS_PER_LEG, StepTools
-from kvferry.router.upstream import LegFailedError
+from kvferry.router.upstream import LegFailedError, LegFailure
 
 
 class DecodeStep:
@@ -38,9 +39,20 @@ class DecodeStep:
             except LegFailedError as error:
                 failure = error
                 self._tools.note_failure(view, error)
+                self._drop_used_offer(context, error)
             else:
                 return
         finish_without_decode(self._tools, context, failure)
+
+    def _drop_used_offer(self, context: RequestContext, failure: LegFailedError) -> None:
+        """Have the next attempt do without an offer that may have been taken, if nobody would
+        notice that it is taken twice."""
+        if context.offered is None or self._tools.dialect.traits.checks_offers:
+            return
+        if failure.cause is not LegFailure.UNREACHABLE:
+            context.offered = None
+            context.plain_reason = PlainReason.OFFER_USED
+            self._tools.figures.plain_decodes[PlainReason.OFFER_USED].inc()
 
     async def _run_leg(self, context: RequestContext, view: InstanceView) -> None:
         body, headers = self._message(context, view)
@@ -62,6 +74,6 @@ class DecodeStep:
         tools = self._tools
         retention_s = tools.retention_s(context, view)
         body = tools.dialect.decode_body(context.parsed(), context.offered, retention_s)
-        headers = tools.signer.signed(context.headers, body, context.transfer.transfer_id)
+        headers = tools.leg_headers(context, body, context.transfer.transfer_id)
         note_receiver(context, view)
         return body, headers

@@ -6,9 +6,11 @@ fields unknown here included.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from multidict import CIMultiDict
 
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import (
@@ -19,6 +21,7 @@ from kvferry.protocol.params import (
     Role,
     emit_params,
 )
+from kvferry.router.kept_blocks import KeptBlocks
 from kvferry.router.parsing import TRANSFER_FIELD, ParsedBody
 
 PROGRESS_FIELD = "kv_progress"
@@ -27,8 +30,31 @@ _TRUE = msgspec.Raw(b"true")
 _TRANSFER_FIELD_BYTES = TRANSFER_FIELD.encode()
 
 
+@dataclass(frozen=True, slots=True)
+class DialectTraits:
+    """What one kind of engine can do, as far as the router's steps depend on it."""
+
+    tells_progress: bool
+    """A prefill leg may be answered as a stream of how far it is."""
+    ends_transfers: bool
+    """A handoff can be ended by ``DELETE /kvferry/transfers/{id}``; else closing a leg's connection
+    is all there is."""
+    checks_offers: bool
+    """What is offered is looked up by transfer id and checked by content, so that an offer may go
+    to another instance after one has failed with it."""
+
+
 class Dialect(Protocol):
     """How one kind of engine is asked for the two legs of a handoff."""
+
+    @property
+    def traits(self) -> DialectTraits:
+        """What such engines can do."""
+        ...
+
+    def leg_headers(self, headers: CIMultiDict[str], transfer_id: TransferId) -> CIMultiDict[str]:
+        """Return the headers of a leg of a handoff, before a signature is added."""
+        ...
 
     def prefill_body(
         self,
@@ -37,12 +63,12 @@ class Dialect(Protocol):
         mode: Mode,
         *,
         wants_progress: bool = False,
-        history: PeerAddress | None = None,
+        history: PeerAddress | KeptBlocks | None = None,
     ) -> bytes:
         """Return the body of a prefill leg.
 
         ``wants_progress``: it may be told on the way. ``history``: who probably holds blocks of
-        the prompt.
+        the prompt, or which blocks those are, as this kind of engine names it.
         """
         ...
 
@@ -67,6 +93,10 @@ class Dialect(Protocol):
 
     def is_not_needed(self, prefill_answer: bytes) -> bool:
         """Whether prefill ended early because decode needs nothing of it."""
+        ...
+
+    def kept_blocks(self, body: ParsedBody, decode_answer: bytes) -> KeptBlocks | None:
+        """Return the blocks that an answer names for a later turn's read, where it does."""
         ...
 
 
@@ -98,6 +128,13 @@ class KvferryDialect:
     token and samples that token as the client asked.
     """
 
+    traits = DialectTraits(tells_progress=True, ends_transfers=True, checks_offers=True)
+
+    def leg_headers(self, headers: CIMultiDict[str], transfer_id: TransferId) -> CIMultiDict[str]:
+        """Return them as they are: a handoff is named in the body."""
+        del transfer_id
+        return headers
+
     def prefill_body(
         self,
         body: ParsedBody,
@@ -105,11 +142,14 @@ class KvferryDialect:
         mode: Mode,
         *,
         wants_progress: bool = False,
-        history: PeerAddress | None = None,
+        history: PeerAddress | KeptBlocks | None = None,
     ) -> bytes:
         """Return the client's body, unstreamed, with the prefill role."""
         params = KvTransferParams(
-            transfer_id=transfer_id, role=Role.PREFILL, mode=mode, history=history
+            transfer_id=transfer_id,
+            role=Role.PREFILL,
+            mode=mode,
+            history=history if isinstance(history, PeerAddress) else None,
         )
         # The mode is written although it is the default: an engine reads what it is told.
         emitted = {**emit_params(params), "mode": mode.value}
@@ -144,11 +184,7 @@ class KvferryDialect:
 
     def offered_params(self, prefill_answer: bytes) -> msgspec.Raw | None:
         """Return the offer; an answer that is not a JSON object, or has none, offers nothing."""
-        try:
-            offered = _prefill_answer_decoder.decode(prefill_answer).kv_transfer_params
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        return offered if bytes(offered).startswith(b"{") else None
+        return offer_in(prefill_answer)
 
     def is_not_needed(self, prefill_answer: bytes) -> bool:
         """Whether the answer's choice ended as ``not_needed``."""
@@ -157,6 +193,20 @@ class KvferryDialect:
         except (msgspec.DecodeError, RecursionError):
             return False
         return any(choice.finish_reason == _NOT_NEEDED for choice in choices)
+
+    def kept_blocks(self, body: ParsedBody, decode_answer: bytes) -> KeptBlocks | None:
+        """Return None: what is kept is found by content."""
+        del body, decode_answer
+        return None
+
+
+def offer_in(prefill_answer: bytes) -> msgspec.Raw | None:
+    """Return the transfer parameters of an answer, None where it has no object of them."""
+    try:
+        offered = _prefill_answer_decoder.decode(prefill_answer).kv_transfer_params
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return offered if bytes(offered).startswith(b"{") else None
 
 
 def hide_transfer_params(answer: bytes) -> bytes:

@@ -169,6 +169,10 @@ class Fleet:
         self._turns[role] += 1
         return InflightTicket(self._find(url), role)
 
+    def identity(self, url: str) -> InstanceIdentity | None:
+        """Return who ``url`` was when it was last asked; None where that may have changed."""
+        return self._find(url).identity
+
     def set_health(self, url: str, health: Health, detail: str = "") -> None:
         """Record what a probe found; ``detail`` is for people.
 
@@ -206,6 +210,10 @@ class Fleet:
     def detail(self, url: str) -> str:
         """Return why ``url`` has the health it has, for people."""
         return self._find(url).detail
+
+    def set_detail(self, url: str, detail: str) -> None:
+        """Record what people should know of ``url``, whatever its health."""
+        self._find(url).detail = detail
 
     def health(self, url: str) -> Health:
         """Return the health of ``url``."""

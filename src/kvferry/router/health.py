@@ -9,9 +9,10 @@ import asyncio
 
 from multidict import CIMultiDict
 
+from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
 from kvferry.router.fleet import Fleet, Health
-from kvferry.router.identity import parse_identity
+from kvferry.router.identities import IdentitySource
 from kvferry.router.upstream import LegFailedError, Upstream
 
 _log = get_logger(__name__)
@@ -21,14 +22,22 @@ class HealthMonitor:
     """Keeps the health of every instance of ``fleet`` up to date between start and stop."""
 
     def __init__(
-        self, fleet: Fleet, upstream: Upstream, *, interval_s: float, timeout_s: float
+        self,
+        fleet: Fleet,
+        upstream: Upstream,
+        identities: IdentitySource,
+        *,
+        interval_s: float,
+        timeout_s: float,
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
+        self._identities = identities
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._wanted = {url: asyncio.Event() for url in fleet.urls}
         self._tasks: list[asyncio.Task[None]] = []
+        self._unknown: set[str] = set()
 
     async def start(self) -> None:
         """Probe all once, which takes up to the probe's timeout, then keep probing."""
@@ -41,11 +50,12 @@ class HealthMonitor:
         await asyncio.gather(*(self.probe(url) for url in self._fleet.urls))
 
     async def stop(self) -> None:
-        """Stop probing."""
+        """Stop probing, for good."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._identities.close()
 
     def probe_soon(self, url: str) -> None:
         """Have ``url`` probed at once rather than at the end of the interval."""
@@ -85,24 +95,30 @@ class HealthMonitor:
                 await self._identify(url)
 
     async def _identify(self, url: str) -> None:
-        """Ask ``GET /kvferry/instance``; one that does not say is unknown, and well all the same.
+        """Ask who it is; one that does not say is unknown, and well all the same.
 
         The old identity stands until then, and when the answer is merely late.
         """
+        known = self._fleet.identity(url)
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._upstream.get(url, "/kvferry/instance", CIMultiDict())
+                identity = await self._identities.identify(url, known)
         except TimeoutError:
-            _log.debug("an instance does not say who it is", extra={"fields": {"instance": url}})
-        except LegFailedError as error:
+            self._note_unknown(url, f"no answer to who it is within {self._timeout_s:g} s")
+        except FerryError as error:
             self._fleet.set_identity(url, None)
-            _log.debug(
-                "an instance cannot be asked who it is",
-                extra={"fields": {"instance": url, "detail": str(error)}},
-            )
+            self._note_unknown(url, f"it cannot be asked who it is: {error}")
         else:
-            identity = parse_identity(answer.body) if answer.status == 200 else None
             self._fleet.set_identity(url, identity)
+            self._unknown.discard(url)
+
+    def _note_unknown(self, url: str, detail: str) -> None:
+        """Say once, until it is known, why an instance takes no part in pushes and read-backs."""
+        self._fleet.set_detail(url, detail)
+        if url not in self._unknown:
+            self._unknown.add(url)
+            fields = {"instance": url, "detail": detail}
+            _log.warning("an instance does not say who it is", extra={"fields": fields})
 
     def _record(self, url: str, health: Health, detail: str) -> None:
         before = self._fleet.health(url)

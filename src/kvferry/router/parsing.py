@@ -46,6 +46,13 @@ class ParsedBody:
         fields = self.fields | {name: msgspec.Raw(msgspec.json.encode(text))}
         return replace(self, fields=fields, as_it_came=None)
 
+    def without(self, name: str) -> ParsedBody:
+        """Return this body without the field ``name``; all other fields as they were."""
+        if name not in self.fields:
+            return self
+        fields = {key: value for key, value in self.fields.items() if key != name}
+        return replace(self, fields=fields, as_it_came=None)
+
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])

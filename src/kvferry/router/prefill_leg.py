@@ -18,6 +18,7 @@ from kvferry.router.decider import PlainReason
 from kvferry.router.dialect import hide_transfer_params
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
+from kvferry.router.kept_blocks import KeptBlocks
 from kvferry.router.progress import PrefillEvents
 from kvferry.router.proxy import is_event_stream
 from kvferry.router.steps import StepTools
@@ -66,7 +67,7 @@ class PrefillLeg:
             wants_progress=self.on_progress is not None,
             history=history,
         )
-        headers = tools.signer.signed(context.headers, body, self.transfer_id)
+        headers = tools.leg_headers(context, body, self.transfer_id)
         limit_s = tools.config.prefill_timeout_s
         with (
             tools.fleet.open_ticket(self.view.url, Role.PREFILL),
@@ -82,7 +83,7 @@ class PrefillLeg:
                     LegFailure.TIMEOUT, f"no answer within {limit_s:g} s"
                 ) from error
 
-    def _history(self) -> PeerAddress | None:
+    def _history(self) -> PeerAddress | KeptBlocks | None:
         conversation = self.context.conversation
         if conversation is None:
             return None

@@ -43,6 +43,8 @@ class PromptTip:
     """In messages, or in bytes; 0 for a prompt that is not to be recognised."""
     digest: Digest
     """Of exactly this length."""
+    is_whole: bool = True
+    """Whether nothing of the prompt comes after it."""
 
 
 NO_TIP = PromptTip((), 0, b"")
@@ -81,7 +83,8 @@ class MessagePrefix:
         """All messages."""
         if not self.digests:
             return NO_TIP
-        return PromptTip(self.digests[-1:], len(self.digests), self.digests[-1])
+        is_whole = len(self.digests) < MAX_PIECES
+        return PromptTip(self.digests[-1:], len(self.digests), self.digests[-1], is_whole)
 
     def digest_at(self, length: int) -> Digest | None:
         """Return the digest of the first ``length`` messages; None where there are fewer."""
@@ -118,7 +121,8 @@ class TextPrefix:
             return NO_TIP
         # The last whole piece leads to the fine one; the root needs no such mark.
         keys = dict.fromkeys((self._at(fine_length), *self.digests[1:][-1:]))
-        return PromptTip(tuple(keys), length, self._at(length))
+        is_whole = length < MAX_PIECES * PIECE_BYTES
+        return PromptTip(tuple(keys), length, self._at(length), is_whole)
 
     def digest_at(self, length: int) -> Digest | None:
         """Return the digest of the first ``length`` bytes; None where there are fewer."""

@@ -68,7 +68,7 @@ class PushAttempt:
 
     @property
     def _is_late(self) -> bool:
-        return self._tools.config.decode_choice is DecodeChoice.LATE
+        return self._tools.decode_choice is DecodeChoice.LATE
 
     async def run(self) -> bool:
         """See both legs through to the client's answer.
@@ -123,7 +123,7 @@ class PushAttempt:
         )
         retention_s = tools.retention_s(context, view)
         body = tools.dialect.decode_body(context.parsed(), params, retention_s)
-        headers = tools.signer.signed(context.headers, body, transfer_id)
+        headers = tools.leg_headers(context, body, transfer_id)
         note_receiver(context, view)
         if self._decode_leg is not None:
             self._decode_leg.close()
@@ -165,9 +165,25 @@ class PushAttempt:
             view = tools.choose_decode(context, self._tried_decode_urls, tools.push_policies)
         if view is None:
             finish_without_decode(tools, context, failure)
+        elif not self._may_retry_decode(failure):
+            self._give_up(PlainReason.OFFER_USED)
         else:
             tools.figures.leg_retries[Role.DECODE].inc()
             self._send_decode(view)
+
+    def _may_retry_decode(self, failure: LegFailedError) -> bool:
+        """Whether what prefill pushes can go to another instance after one has failed."""
+        is_unsent = failure.cause is LegFailure.UNREACHABLE
+        return is_unsent or self._tools.dialect.traits.checks_offers
+
+    def _give_up(self, reason: PlainReason | None) -> None:
+        """End the handoff, and leave the request to decode alone from the start."""
+        context = self._context
+        if reason is not None:
+            context.plain_reason = reason
+        context.offered = None
+        self._tools.end_transfer(context)
+        self._is_given_up = True
 
     # -- late choice --------------------------------------------------------------------------
     def _on_progress(self, share: float) -> None:
@@ -180,9 +196,7 @@ class PushAttempt:
     def _choose_late(self) -> None:
         view = self._tools.choose_decode(self._context, (), self._tools.push_policies)
         if view is None:
-            self._context.plain_reason = PlainReason.NO_RECEIVER
-            self._tools.end_transfer(self._context)
-            self._is_given_up = True
+            self._give_up(PlainReason.NO_RECEIVER)
         else:
             self._send_decode(view)
 
@@ -235,9 +249,9 @@ class PushAttempt:
         context, tools = self._context, self._tools
         if context.response is not None:
             return
-        if self._decode is None:
-            tools.end_transfer(context)
-            self._is_given_up = True
+        if self._decode is None or not tools.dialect.traits.ends_transfers:
+            # Nobody would tell a decode instance that waits to be pushed to: it begins anew.
+            self._give_up(None)
             return
         if context.plain_reason is not None:
             tools.figures.plain_decodes[context.plain_reason].inc()

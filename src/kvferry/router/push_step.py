@@ -56,7 +56,7 @@ class PushStep:
             context.decision = Decision(mode=Mode.PULL)
             return None
         tried_urls.append(prefill.url)
-        tools.figures.pushes[tools.config.decode_choice].inc()
+        tools.figures.pushes[tools.decode_choice].inc()
         return PushAttempt(
             tools=tools,
             context=context,

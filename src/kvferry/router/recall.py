@@ -15,6 +15,7 @@ from kvferry.router.config import ConversationConfig, ReadBack
 from kvferry.router.conversation import ConversationKeys
 from kvferry.router.conversations import ConversationStore, Holder, Turn
 from kvferry.router.fleet import Fleet, Health, InstanceView
+from kvferry.router.kept_blocks import LIFETIME_S, KeptBlocks, KeptOnce
 from kvferry.router.prefix import Digest, PromptPrefix
 
 
@@ -36,6 +37,8 @@ class Recollection:
     is_same: bool
     """Whether it is known by its id or by a prompt that this one continues, rather than by a
     beginning that other conversations share. Only then is the holder preferred."""
+    kept: KeptOnce | None = None
+    """Blocks of an earlier prompt that this one continues, for one read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,40 +75,53 @@ class Recall:
         floor = named.length if named is not None and search.continues(named) else 0
         found = await search.longest_beyond(floor)
         if found is not None and (named is None or search.continues(found)):
-            return Recollection(found.holder, search.continues(found)), LookupResult.PREFIX
+            is_same = search.continues(found)
+            kept = found.kept if is_same else None
+            return Recollection(found.holder, is_same, kept), LookupResult.PREFIX
         if named is not None:
-            return Recollection(named.holder, is_same=True), LookupResult.ID
+            kept = named.kept if floor else None
+            return Recollection(named.holder, True, kept), LookupResult.ID
         return None, LookupResult.STALE if search.has_met_stale else LookupResult.MISS
 
-    def note_answer(self, conversation: Conversation, view: InstanceView) -> None:
+    def note_answer(
+        self, conversation: Conversation, view: InstanceView, kept: KeptBlocks | None = None
+    ) -> None:
         """Remember that ``view`` answers; or forget the conversation where that ends it.
 
         To be called before the client has got the last byte, so that its next turn finds it, and
-        again at the end, from where its time counts.
+        again at the end, from where its time counts. ``kept``: the blocks that it has named.
         """
         keys, retention_s = conversation.keys, conversation.retention_s
         if retention_s == 0:
             self._store.forget(keys.to_forget())
             return
         tip = keys.prefix.tip
-        turn = Turn(Holder(view.url, view.peer), tip.length, tip.digest)
+        once = KeptOnce(kept) if kept is not None and tip.is_whole else None
+        turn = Turn(Holder(view.url, view.peer), tip.length, tip.digest, once)
         lifetime_s = self._config.conversation_ttl_s if retention_s is None else retention_s
+        if once is not None:
+            lifetime_s = min(lifetime_s, LIFETIME_S)
         self._store.remember(keys.to_remember(), turn, lifetime_s)
 
-    def history_for(self, conversation: Conversation, prefill: InstanceView) -> PeerAddress | None:
+    def history_for(
+        self, conversation: Conversation, prefill: InstanceView
+    ) -> PeerAddress | KeptBlocks | None:
         """Return who probably holds blocks of the prompt that ``prefill`` is to compute.
 
-        None where nobody does, where one of the two cannot read back, or where they are one.
+        Where the holder has named the blocks, they are returned instead, once. None where nobody
+        has any, where one of the two cannot read back, or where they are one.
         """
         recollection = conversation.recollection
         if conversation.read_back is ReadBack.OFF or recollection is None:
             return None
         # Looked at once more: the request may have waited since.
         holder = self._fleet.view(recollection.holder.url, Role.DECODE)
-        if holder is None or not (holder.can_read_back and prefill.can_read_back):
-            return None
         peer = recollection.holder.peer
-        return peer if peer == holder.peer and peer != prefill.peer else None
+        if holder is None or peer is None or peer != holder.peer or peer == prefill.peer:
+            return None
+        if recollection.kept is not None:
+            return recollection.kept.take()
+        return peer if holder.can_read_back and prefill.can_read_back else None
 
 
 class _Search:

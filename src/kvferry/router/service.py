@@ -27,10 +27,10 @@ from kvferry.router.conversation_step import ConversationStep
 from kvferry.router.conversations import MemoryStore
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decode_step import DecodeStep
-from kvferry.router.dialect import KvferryDialect
 from kvferry.router.filters import able_to_push, usable
 from kvferry.router.fleet import Fleet
 from kvferry.router.health import HealthMonitor
+from kvferry.router.identities import identity_source
 from kvferry.router.metrics import RouterFigures
 from kvferry.router.picker import ChoicePolicy
 from kvferry.router.pipeline import Pipeline
@@ -41,6 +41,7 @@ from kvferry.router.scorers import fewest_inflight, most_free_blocks
 from kvferry.router.signer import Signer
 from kvferry.router.steps import DecideStep, ParseStep, StepTools
 from kvferry.router.upstream import Upstream
+from kvferry.router.vllm_dialects import dialect_of
 
 # Requests have been waited for before the server's own shutdown begins.
 _SERVER_END_TIMEOUT_S = 1.0
@@ -79,6 +80,7 @@ class Router:
         self._monitor = HealthMonitor(
             self.fleet,
             self._upstream,
+            identity_source(config, self._upstream),
             interval_s=config.health_interval_s,
             timeout_s=config.health_timeout_s,
         )
@@ -96,9 +98,14 @@ class Router:
     def _routes(self, upstream: Upstream) -> Routes:
         config = self._config
         figures = RouterFigures(Metrics())
+        dialect = dialect_of(config.engines)
         signer = Signer(config.cluster_key, self._unix_time_s)
         self._cleanup = TransferCleanup(
-            upstream, signer, figures, timeout_s=config.cancel_timeout_s
+            upstream,
+            signer,
+            figures,
+            timeout_s=config.cancel_timeout_s,
+            is_heard=dialect.traits.ends_transfers,
         )
         tools = StepTools(
             config=config,
@@ -108,7 +115,7 @@ class Router:
             signer=signer,
             cleanup=self._cleanup,
             figures=figures,
-            dialect=KvferryDialect(),
+            dialect=dialect,
             policies={role: ChoicePolicy() for role in Role},
             push_policies=_push_policies(config.decode_choice),
             credits=HandoffCredits(config.max_outstanding_handoffs),

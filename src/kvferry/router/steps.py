@@ -8,13 +8,15 @@ from typing import Protocol
 
 from aiohttp import web
 from aiohttp.web import RequestPayloadError
+from multidict import CIMultiDict
 
 from kvferry.clock import Clock
 from kvferry.errors import RequestError
+from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Role
 from kvferry.router import answers
 from kvferry.router.cleanup import TransferCleanup
-from kvferry.router.config import RouteMode, RouterConfig
+from kvferry.router.config import DecodeChoice, RouteMode, RouterConfig
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import MODE_HEADER, decide, wanted_mode
@@ -60,6 +62,12 @@ class StepTools:
     credits: HandoffCredits
     recall: Recall
 
+    @property
+    def decode_choice(self) -> DecodeChoice:
+        """When a push's decode instance is chosen: early where progress is never told."""
+        tells_progress = self.dialect.traits.tells_progress
+        return self.config.decode_choice if tells_progress else DecodeChoice.EARLY
+
     def choose(
         self,
         role: Role,
@@ -89,10 +97,24 @@ class StepTools:
         )
         return view
 
-    def note_answer(self, context: RequestContext, view: InstanceView) -> None:
-        """Remember that ``view`` answers the request, for the conversation's next turn."""
-        if context.conversation is not None:
-            self.recall.note_answer(context.conversation, view)
+    def note_answer(
+        self, context: RequestContext, view: InstanceView, answer: bytes | None = None
+    ) -> None:
+        """Remember that ``view`` answers the request, for the conversation's next turn.
+
+        ``answer``: what it has answered, where that is known as a whole.
+        """
+        if context.conversation is None:
+            return
+        kept = None if answer is None else self.dialect.kept_blocks(context.parsed(), answer)
+        self.recall.note_answer(context.conversation, view, kept)
+
+    def leg_headers(
+        self, context: RequestContext, body: bytes, transfer_id: TransferId
+    ) -> CIMultiDict[str]:
+        """Return the headers of a leg of a handoff, signed where there is a cluster key."""
+        headers = self.dialect.leg_headers(context.headers, transfer_id)
+        return self.signer.signed(headers, body, transfer_id)
 
     def retention_s(self, context: RequestContext, view: InstanceView) -> float | None:
         """Return what ``view`` is to be told of retention; None where it is told nothing."""

@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.cli.router import router
+from kvferry.errors import ConfigError
 from kvferry.observe import log
 from kvferry.router import service
 from kvferry.router.config import ConversationConfig, ReadBack, RouterConfig
+from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
 
 _URLS = ("--prefill", "http://a:1", "--decode", "http://b:1")
 
@@ -68,4 +70,42 @@ def test_options_of_conversations_reach_the_configuration(served: list[RouterCon
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...], served: list[RouterConfig]) -> None:
     assert _invoke(*arguments)[0] == 2
+    assert served == []
+
+
+def test_engines_are_kvferrys_by_default(served: list[RouterConfig]) -> None:
+    assert _invoke() == (0, "")
+    assert served[0].engines == EngineConfig()
+
+
+def test_control_ports_reach_the_configuration(served: list[RouterConfig]) -> None:
+    assert _invoke(
+        *("--control", "http://a:1=tcp://a:7"), *("--control", "http://b:1/=tcp://b:7")
+    ) == (0, "")
+    assert served[0].engines == EngineConfig(
+        control_addresses={"http://a:1": "tcp://a:7", "http://b:1": "tcp://b:7"}
+    )
+
+
+def test_the_kind_of_engine_reaches_the_configuration(served: list[RouterConfig]) -> None:
+    assert _invoke("--engine", "vllm-nixl-push", "--nixl", "http://a:1=e@a:5600/tp2") == (0, "")
+    assert served[0].engines == EngineConfig(
+        kind=EngineKind.VLLM_NIXL_PUSH,
+        nixl_addresses={"http://a:1": NixlAddress("e", "a", 5600, 2)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--control", "http://z:1=tcp://z:7"), "http://z:1 is not among"),
+        (("--nixl", "http://b:1=e@b:5600"), "http://b:1 is not among --prefill"),
+        (("--control", "http://a:1"), "no instance URL"),
+    ],
+)
+def test_wrong_addresses_are_refused_by_name(
+    arguments: tuple[str, ...], named: str, served: list[RouterConfig]
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        CliRunner().invoke(router, [*_URLS, *arguments], catch_exceptions=False)
     assert served == []

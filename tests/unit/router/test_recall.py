@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from multidict import CIMultiDict
 
@@ -16,7 +17,9 @@ from kvferry.router.conversation import ConversationKeys, Recogniser
 from kvferry.router.conversations import MemoryStore
 from kvferry.router.fleet import Fleet, Health, InstanceView
 from kvferry.router.identity import InstanceIdentity
+from kvferry.router.kept_blocks import LIFETIME_S, KeptBlocks
 from kvferry.router.parsing import parse_body
+from kvferry.router.prefix import MAX_PIECES, PIECE_BYTES
 from kvferry.router.recall import Conversation, LookupResult, Recall, Recollection
 from kvferry.testing.fake_clock import FakeClock
 
@@ -251,7 +254,7 @@ async def test_conversations_with_the_same_long_beginning_keep_their_holders(des
 # -- whom prefill is pointed to ---------------------------------------------------------------
 async def _hint(
     desk: _Desk, prefill: str = "http://p", read_back: ReadBack = ReadBack.AUTO, holder: int = 1
-) -> PeerAddress | None:
+) -> PeerAddress | KeptBlocks | None:
     keys = desk.answer(desk.keys(_chat("a")), _URLS[holder])
     recollection, _ = await desk.recall.look_up(keys)
     assert recollection is not None
@@ -299,3 +302,60 @@ async def test_a_draining_holder_can_still_be_read(desk: _Desk) -> None:
 async def test_nothing_recalled_is_no_hint(desk: _Desk) -> None:
     conversation = _conversation(desk.keys(_chat("a")))
     assert desk.recall.history_for(conversation, desk.view("http://p", Role.PREFILL)) is None
+
+
+# -- blocks that a holder has named for one read ----------------------------------------------
+_KEPT = KeptBlocks(msgspec.Raw(b"{}"))
+_TURN, _NEXT = _chat("a"), _chat("a", "b", "c")
+
+
+async def _kept_for(
+    desk: _Desk, keys: ConversationKeys, prefill: str = "http://p"
+) -> PeerAddress | KeptBlocks | None:
+    recollection, _ = await desk.recall.look_up(keys)
+    conversation = _conversation(keys, recollection)
+    return desk.recall.history_for(conversation, desk.view(prefill, Role.PREFILL))
+
+
+def _keep(desk: _Desk, keys: ConversationKeys) -> None:
+    desk.fleet.set_identity("http://d1", _identity("d1", can=("pull",)))
+    desk.recall.note_answer(_conversation(keys), desk.view("http://d1"), _KEPT)
+
+
+@pytest.mark.parametrize("name", ["", "c"])
+async def test_named_blocks_are_for_the_next_turn_and_for_one_read(desk: _Desk, name: str) -> None:
+    _keep(desk, desk.keys(_TURN, named=name))
+    keys = desk.keys(_NEXT, named=name)
+    assert [await _kept_for(desk, keys), await _kept_for(desk, keys)] == [_KEPT, None]
+
+
+async def test_named_blocks_are_not_for_a_prompt_that_goes_on_otherwise(desk: _Desk) -> None:
+    _keep(desk, desk.keys(_TURN, named="c"))
+    assert await _kept_for(desk, desk.keys(_chat("edited", "b", "c"), named="c")) is None
+    _keep(desk, desk.prompt_keys("example " * 100 + "2+3"))
+    assert await _kept_for(desk, desk.prompt_keys("example " * 100 + "4+5")) is None
+
+
+async def test_named_blocks_are_not_for_the_instance_that_holds_them(desk: _Desk) -> None:
+    keys = desk.keys(_TURN)
+    desk.recall.note_answer(_conversation(keys), desk.view("http://d0"), _KEPT)
+    assert await _kept_for(desk, desk.keys(_NEXT), prefill="http://d0") is None
+    assert await _kept_for(desk, desk.keys(_NEXT)) == _KEPT
+
+
+async def test_named_blocks_of_a_holder_that_was_started_anew_are_gone(desk: _Desk) -> None:
+    _keep(desk, desk.keys(_TURN))
+    desk.fleet.set_identity("http://d1", _identity("d1", epoch=2, can=("pull",)))
+    assert await _kept_for(desk, desk.keys(_NEXT)) is None
+
+
+async def test_named_blocks_are_forgotten_before_the_holder_gives_them_up(desk: _Desk) -> None:
+    _keep(desk, desk.keys(_TURN))
+    desk.clock.advance(LIFETIME_S)
+    assert await _kept_for(desk, desk.keys(_NEXT)) is None
+
+
+async def test_blocks_of_a_prompt_too_long_to_recognise_are_not_kept(desk: _Desk) -> None:
+    prompt = "x" * (PIECE_BYTES * MAX_PIECES)
+    _keep(desk, desk.prompt_keys(prompt))
+    assert await _kept_for(desk, desk.prompt_keys(prompt + "y")) is None

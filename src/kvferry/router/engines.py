@@ -1,0 +1,133 @@
+"""Which kind of engine a router drives, and where its instances can be asked who they are. Pure."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvferry.errors import ConfigError
+from kvferry.router.urls import normalise_url
+
+_Value = TypeVar("_Value")
+_ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s@]+):[0-9]{1,5}")
+_NIXL = re.compile(
+    r"(?P<engine_id>[^@\s]{1,256})@(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s@]+):(?P<port>[0-9]{1,5})"
+    r"(?:/tp(?P<tp_size>[1-9][0-9]{0,3}))?"
+)
+_MAX_PORT = 65_535
+
+
+class EngineKind(enum.StrEnum):
+    """What all instances of a router are; one kind for a router."""
+
+    AUTO = "auto"
+    """``VLLM_NIXL_PUSH`` where a NIXL address is given, ``VLLM`` where a control port is, else
+    ``KVFERRY``."""
+    KVFERRY = "kvferry"
+    VLLM = "vllm"
+    """vLLM with FerryConnector."""
+    VLLM_NIXL = "vllm-nixl"
+    """vLLM with its own NixlConnector."""
+    VLLM_NIXL_PUSH = "vllm-nixl-push"
+    """vLLM with its own NixlPushConnector."""
+
+
+@dataclass(frozen=True, slots=True)
+class NixlAddress:
+    """What vLLM's NIXL connectors tell their peers of an engine."""
+
+    engine_id: str
+    host: str
+    port: int
+    """Of its side channel."""
+    tp_size: int = 1
+
+    @property
+    def endpoint(self) -> str:
+        """The side channel as a ZeroMQ endpoint."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of what the instances are. Raises ``ConfigError``."""
+
+    kind: EngineKind = EngineKind.AUTO
+    control_addresses: Mapping[str, str] = field(default_factory=dict)
+    """Control ports by instance URL, of those that do not answer ``GET /kvferry/instance``."""
+    nixl_addresses: Mapping[str, NixlAddress] = field(default_factory=dict)
+    """Of prefill instances, by URL: with these both legs of a push go at once."""
+
+    def __post_init__(self) -> None:
+        if self.control_addresses and self.nixl_addresses:
+            raise ConfigError("give --control or --nixl, not both: a router drives one kind")
+        kind = self.resolved_kind
+        if self.control_addresses and kind not in (EngineKind.KVFERRY, EngineKind.VLLM):
+            raise ConfigError(f"--control is not for --engine {kind}, which has no control port")
+        if self.nixl_addresses and kind is not EngineKind.VLLM_NIXL_PUSH:
+            raise ConfigError(f"--nixl is for --engine {EngineKind.VLLM_NIXL_PUSH} only")
+
+    @property
+    def resolved_kind(self) -> EngineKind:
+        """The kind, never ``AUTO``."""
+        if self.kind is not EngineKind.AUTO:
+            return self.kind
+        if self.nixl_addresses:
+            return EngineKind.VLLM_NIXL_PUSH
+        return EngineKind.VLLM if self.control_addresses else EngineKind.KVFERRY
+
+    def check_urls(self, prefill_urls: Collection[str], decode_urls: Collection[str]) -> None:
+        """Raise ``ConfigError`` for an address of an instance that the router does not have."""
+        for url in self.control_addresses:
+            if url not in prefill_urls and url not in decode_urls:
+                raise ConfigError(f"--control: {url} is not among --prefill and --decode")
+        for url in self.nixl_addresses:
+            if url not in prefill_urls:
+                raise ConfigError(f"--nixl: {url} is not among --prefill")
+
+
+def parse_control_addresses(texts: Iterable[str]) -> dict[str, str]:
+    """Return the control ports in ``URL=tcp://HOST:PORT`` texts. Raises ``ConfigError``."""
+    return _by_url("control", texts, _control_address)
+
+
+def parse_nixl_addresses(texts: Iterable[str]) -> dict[str, NixlAddress]:
+    """Return the addresses in ``URL=ENGINE_ID@HOST:PORT[/tpN]`` texts. Raises ``ConfigError``."""
+    return _by_url("nixl", texts, _nixl_address)
+
+
+def _by_url(option: str, texts: Iterable[str], parse: Callable[[str], _Value]) -> dict[str, _Value]:
+    found: dict[str, _Value] = {}
+    for text in texts:
+        url_text, separator, value_text = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--{option}: {text!r} has no instance URL before a '='")
+        url = normalise_url(url_text)
+        if url in found:
+            raise ConfigError(f"--{option}: {url} is given twice")
+        found[url] = parse(value_text.strip())
+    return found
+
+
+def _control_address(text: str) -> str:
+    if not _ENDPOINT.fullmatch(text) or _port(text) is None:
+        raise ConfigError(f"--control: {text!r} is not of the form tcp://HOST:PORT")
+    return text
+
+
+def _nixl_address(text: str) -> NixlAddress:
+    match = _NIXL.fullmatch(text)
+    port = None if match is None else _port(match["port"])
+    if match is None or port is None:
+        raise ConfigError(f"--nixl: {text!r} is not of the form ENGINE_ID@HOST:PORT or .../tpN")
+    host = match["host"].removeprefix("[").removesuffix("]")
+    return NixlAddress(match["engine_id"], host, port, int(match["tp_size"] or 1))
+
+
+def _port(text: str) -> int | None:
+    port = int(text.rpartition(":")[2])
+    return port if 0 < port <= _MAX_PORT else None
