@@ -51,6 +51,11 @@ class OrderServer:
         self._thread = threading.Thread(target=self._run, name="kvferry-orders", daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """Raise ``EngineError`` if the thread has ended by itself: orders would wait for ever."""
+        if not (self._thread.is_alive() or self._is_closed):
+            raise EngineError("the plugin takes no orders any more: its thread has ended")
+
     def close(self) -> None:
         """Stop obeying and remove the socket. Safe to repeat."""
         with self._lock:

@@ -85,3 +85,26 @@ def test_closing_without_anyone_having_come_removes_the_socket(obeying: _Obeying
     server.close()
     server.close()
     assert not Path(server.path).parent.exists()
+
+
+def test_a_thread_that_has_ended_by_itself_is_an_engine_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def end(order: Order) -> Answer:
+        raise SystemExit
+
+    server = OrderServer(end)
+    client = OrderClient(server.path)
+    server.check()
+    with pytest.raises(EngineError, match="has gone"):
+        client.ask(_OFFER)
+    for thread in threading.enumerate():
+        if thread.name == "kvferry-orders":
+            thread.join(10.0)
+    with pytest.raises(EngineError, match="takes no orders any more"):
+        server.check()
+    server.close()
+    server.check()
+    client.close()
