@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvferry.errors import PeerUnreachableError, RemoteProtocolError
@@ -11,9 +13,10 @@ from kvferry.protocol.messages import Released
 from kvferry.router.control_port import ControlPorts
 from kvferry.router.engines import EngineConfig, EngineKind
 from kvferry.router.fleet import Health
-from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script
+from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port
 from tests.integration.router_setup import Deployment, vllm_deployment
+from tests.integration.test_router_process import router_process
 
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32
 _STREAM = {"prompt": "a", "stream": True}
@@ -161,3 +164,22 @@ async def test_without_a_control_port_requests_are_pulled() -> None:
         assert [received.params["mode"] for received in world.p.received if received.params] == [
             "pull"
         ]
+
+
+async def test_the_process_asks_control_ports_with_its_cluster_key(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_bytes(_KEY)
+    async with ScriptedEngine("p") as prefill, ScriptedEngine("d") as decode:
+        with fake_control_port("p", _KEY) as p, fake_control_port("d", _KEY) as d:
+            options = ["--prefill", prefill.url, "--decode", decode.url]
+            for engine, port in ((prefill, p), (decode, d)):
+                options += ["--control", f"{engine.url}={port.address}"]
+            options += ["--cluster-key-file", str(key_file)]
+            async with (
+                router_process(tmp_path / "ready", *options) as (_, url),
+                aiohttp.ClientSession() as client,
+                client.get(f"{url}/kvferry/fleet") as response,
+            ):
+                shown = await response.json()
+    names = [shown[role][0]["identity"]["instance_id"] for role in ("prefill", "decode")]
+    assert names == ["p", "d"]

@@ -196,7 +196,7 @@ def dialect_of(engines: EngineConfig) -> Dialect:
 
 
 def _without_report(body: ParsedBody) -> ParsedBody:
-    """Return ``body`` without asking for a report: vLLM makes none, and logs what it ignores."""
+    """Return ``body`` without asking for a report: vLLM makes none."""
     return body.without(_REPORT_FIELD)
 
 
