@@ -30,7 +30,13 @@ _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
     type=click.Path(dir_okay=False, path_type=Path),
     help="The instances' cluster key; or in KVFERRY_CLUSTER_KEY.",
 )
-@click.option("--api-key", metavar="KEY", help="Sent as a bearer token, where instances want one.")
+@click.option(
+    "--api-key",
+    envvar="KVFERRY_API_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    help="Sent as a bearer token, where instances want one.",
+)
 @click.option(
     "--no-transfers", is_flag=True, help="Try no handoffs: ask only, which costs no request."
 )

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.connector.control import derive_curve_keys
 from kvferry.doctor.facts import ControlEnd, ControlFacts
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from kvferry.protocol.curve_keys import derive_curve_keys
 from kvferry.protocol.messages import InstanceInfo, InstanceQuery
 
 _SEQUENCE = 1

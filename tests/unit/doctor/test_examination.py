@@ -1,14 +1,25 @@
-"""Which pairs are tried."""
+"""Who is asked, and which pairs are tried."""
 
 from __future__ import annotations
 
+import random
+import socket
 from dataclasses import replace
 
 import msgspec
+import pytest
 
-from kvferry.doctor.examination import fitting_directions
-from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RoutedInstance, RouterFacts
+from kvferry.doctor.examination import Assignment, examine, fitting_directions
+from kvferry.doctor.facts import (
+    ControlEnd,
+    DeploymentFacts,
+    InstanceFacts,
+    RoutedInstance,
+    RouterFacts,
+)
+from kvferry.errors import ConfigError
 from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
+from tests.unit.doctor.fake_instance import FakeInstance, served
 
 P0, P1, D0 = (instance_of(info_of(name)) for name in ("prefill-0", "prefill-1", "decode-0"))
 
@@ -48,3 +59,38 @@ def test_what_does_not_fit_is_not_tried() -> None:
 def test_another_model_name_fits() -> None:
     named = instance_of(info_of("named", msgspec.structs.replace(LAYOUT, model_name="copy")))
     assert len(_directions(P0, named)) == 2
+
+
+async def test_a_router_names_its_instances_and_their_control_ports() -> None:
+    prefill, decode = FakeInstance(), FakeInstance()
+    router = FakeInstance()
+    async with served(prefill, decode):
+        routed = {"url": f"{prefill.url}/", "health": "healthy", "identity": None}
+        with socket.socket() as unheard:
+            unheard.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
+            told = {"url": decode.url, "health": "down", "identity": {"control_address": address}}
+            router.fleet = {"prefill": [routed], "decode": [told]}
+            async with served(router):
+                assignment = Assignment(
+                    urls=(router.url, decode.url), control_addresses={}, timeout_s=2.0
+                )
+                facts = await examine(assignment, random.Random(1), lambda _: None)
+    assert [item.url for item in facts.instances] == [decode.url, prefill.url]
+    asked, unasked = facts.instances
+    assert asked.control is not None
+    assert (asked.control.address, asked.control.end) == (address, ControlEnd.NOBODY)
+    assert unasked.control is None
+    assert unasked.http.engine == "vLLM 0.32.0"
+    assert [item.health for item in facts.routers[0].fleet] == ["healthy", "down"]
+    assert facts.host is not None
+
+
+async def test_a_control_port_of_no_instance_is_refused() -> None:
+    instance = FakeInstance()
+    async with served(instance):
+        assignment = Assignment(
+            urls=(instance.url,), control_addresses={"http://other:1": "tcp://other:2"}
+        )
+        with pytest.raises(ConfigError, match="http://other:1"):
+            await examine(assignment, random.Random(1), lambda _: None)

@@ -1,14 +1,20 @@
-"""How long prompts may be that are handed over."""
+"""Handoffs over HTTP: how long the prompts are, what is told of them, why they fail."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
-from kvferry.doctor.handoffs import HandoffPlan, Lengths, lengths_of
+from kvferry.doctor import handoffs
+from kvferry.doctor.facts import InstanceFacts, PairFacts
+from kvferry.doctor.handoffs import HandoffPlan, HandoffProbe, Lengths, lengths_of
+from kvferry.doctor.http_questions import HttpQuestions
 from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
+from tests.unit.doctor.fake_instance import FakeInstance, Json, reporting, served
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,115 @@ def test_prompts_leave_room_for_an_answer() -> None:
     instance = instance_of(info_of("prefill"))
     short = with_http(instance, replace(instance.http, max_model_len=200))
     assert lengths_of(HandoffPlan(), short, instance) == Lengths(short=81, long=193)
+
+
+def _facts(instance: FakeInstance, name: str) -> InstanceFacts:
+    """The instance as asked: on its control port, and over HTTP where it shows itself."""
+    found = instance_of(info_of(name))
+    http = replace(found.http, info=instance.info)
+    return replace(found, url=instance.url, http=http)
+
+
+async def _measure(
+    source: FakeInstance, target: FakeInstance, key: bytes | None = None
+) -> PairFacts:
+    plan = HandoffPlan(num_tokens=256, repeats=2, timeout_s=30)
+    async with served(source, target) as client:
+        questions = HttpQuestions(client, 30)
+        probe = HandoffProbe(client, questions, plan, key, random.Random(1))
+        return await probe.measure(_facts(source, "prefill"), _facts(target, "decode"))
+
+
+def _own(name: str, **changes: Any) -> FakeInstance:  # noqa: ANN401 - fields of FakeInstance
+    return FakeInstance(info=info_of(name), **changes)
+
+
+MOVED = reporting(arrived_s=1.0, kv_ready_s=1.5, num_received_bytes=999, receive_outcome="received")
+
+
+async def test_reported_handoffs_tell_bytes_and_times() -> None:
+    source, target = _own("prefill"), _own("decode", decode=MOVED)
+    pair = await _measure(source, target)
+    assert (pair.error, pair.outcome) == ("", "")
+    assert [len(pair.short), len(pair.long)] == [2, 2]
+    assert {(item.num_bytes, item.moved_s, item.is_reported) for item in pair.long} == {
+        (999, 0.5, True)
+    }
+    lengths = [len(body["prompt"]) for body in target.bodies]
+    assert lengths == [81, 81, 257, 81, 257]
+    assert all(body["kv_transfer_params"]["retention_s"] == 0 for body in target.bodies)
+    salts = {body["cache_salt"] for body in source.bodies}
+    assert len(salts) == len(source.bodies)
+
+
+async def test_legs_are_signed_with_the_key() -> None:
+    source, target = _own("prefill"), _own("decode", decode=MOVED)
+    await _measure(source, target, key=b"k" * 32)
+    for headers in source.headers + target.headers:
+        assert "id=xfer-" in headers["X-Kvferry-Signature"]
+
+
+async def test_a_failed_receive_is_named_and_the_source_told() -> None:
+    late = reporting(arrived_s=1.0, receive_outcome="slow")
+    pair = await _measure(_own("prefill"), _own("decode", decode=late))
+    assert (pair.outcome, pair.long) == ("slow", ())
+
+
+async def test_a_target_that_computes_itself_is_told_of_its_threshold() -> None:
+    pair = await _measure(_own("prefill"), _own("decode", decode=reporting(arrived_s=1.0)))
+    assert "computed 257 tokens itself" in pair.error
+    assert "recompute threshold" in pair.remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"), [(None, "give the instances' cluster key"), (b"k" * 32, "clocks")]
+)
+async def test_ignored_parameters_are_traced_to_the_key(key: bytes | None, remedy: str) -> None:
+    deaf = _own("prefill", prefill=lambda _: {})
+    pair = await _measure(deaf, _own("decode"), key)
+    assert "ignored" in pair.error
+    assert remedy in pair.remedy
+
+
+async def test_ignored_parameters_are_traced_to_vllms_connector() -> None:
+    pair = await _measure(FakeInstance(prefill=lambda _: {}), _own("decode"))
+    assert "FerryConnector" in pair.remedy
+
+
+async def test_an_error_is_shown_and_what_is_held_withdrawn() -> None:
+    source = _own("prefill")
+    pair = await _measure(source, _own("decode", status=500))
+    assert "decode answered 500: it burns" in pair.error
+    assert source.withdrawn == [source.bodies[0]["kv_transfer_params"]["transfer_id"]]
+
+
+@pytest.mark.parametrize("answer", [{}, {"kv_report": None}, {"kv_report": {"arrived_s": "x"}}])
+async def test_an_answer_without_a_report_is_an_error(answer: Json) -> None:
+    pair = await _measure(_own("prefill"), _own("decode", decode=lambda _: answer))
+    assert "kv_report" in pair.error
+
+
+async def test_vllm_is_timed_by_the_client_and_counted_by_its_metrics() -> None:
+    target = FakeInstance(counts="received", receives={"slow": 3})
+    pair = await _measure(FakeInstance(), target)
+    assert (pair.error, pair.outcome) == ("", "")
+    assert [item.is_reported for item in pair.short + pair.long] == [False] * 4
+    blocks = 17
+    assert {item.num_bytes for item in pair.long} == {blocks * LAYOUT.block_bytes}
+    roles = [body.get("kv_transfer_params", {}).get("role") for body in target.bodies]
+    assert roles == ["decode", None] * 5
+    assert not any("kv_report" in body for body in target.bodies)
+
+
+async def test_what_vllm_counts_as_failed_is_named() -> None:
+    pair = await _measure(FakeInstance(), FakeInstance(counts="unreachable"))
+    assert pair.outcome == "unreachable"
+
+
+async def test_a_vllm_that_counts_nothing_is_asked_for_its_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handoffs, "_COUNT_WAIT_S", 0.05)
+    pair = await _measure(FakeInstance(), FakeInstance())
+    assert "counts no receive" in pair.error
+    assert "FerryConnector" in pair.remedy
