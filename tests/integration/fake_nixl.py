@@ -23,6 +23,7 @@ _LIMIT_S = 10.0
 NUM_PROMPT_TOKENS = 130
 NUM_KEPT_BLOCKS = 7
 """Whole blocks of 16 in the prompt, less its seam."""
+ERROR_EVENTS = b'data: {"error": {"message": "no KV", "code": 500}}\n\ndata: [DONE]\n\n'
 EVENTS = b'data: {"choices": [{"text": "hi"}]}\n\ndata: [DONE]\n\n'
 
 
@@ -52,6 +53,8 @@ class FakeNixl:
     legs: list[Leg] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
     """Of the next answers; 200 when none is left."""
+    failures_in_stream: list[bool] = field(default_factory=list)
+    """Whether the next streams begin with an error."""
     gate: asyncio.Event | None = None
     """Decode legs with transfer parameters are answered once it is set."""
     num_left: int = 0
@@ -84,7 +87,9 @@ class FakeNixl:
             self.changed.set()
             raise
         if leg.body.get("stream"):
-            return web.Response(body=EVENTS, content_type="text/event-stream")
+            fails = self.failures_in_stream.pop(0) if self.failures_in_stream else False
+            body = ERROR_EVENTS if fails else EVENTS
+            return web.Response(body=body, content_type="text/event-stream")
         return web.json_response(self._answer(leg))
 
     def _answer(self, leg: Leg) -> dict[str, Any]:

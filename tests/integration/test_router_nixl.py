@@ -105,6 +105,20 @@ async def test_an_offer_is_taken_by_one_instance_only(engines_at: object) -> Non
         assert "plain" in roles
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("engines_at", [_pull, _push])
+async def test_an_instance_whose_transfer_fails_is_asked_to_do_without(
+    engines_at: object, is_stream: bool
+) -> None:
+    async with nixl_world(engines_at) as world:  # type: ignore[arg-type]
+        world.decode[0].failures_in_stream = [is_stream]
+        world.decode[0].statuses = [200 if is_stream else 500]
+        status, answer = await world.ask(stream=is_stream)
+        assert (status, b"error" in answer) == (200, False)
+        assert world.decode[0].roles() == ["decode", "plain"]
+        assert await world.outcomes() == {"fallback_decode_only": 1}
+
+
 async def _turn(world: NixlWorld, num_turns: int, *, is_stream: bool = False) -> dict[str, object]:
     """Ask a conversation's turn; return the parameters of its prefill leg."""
     num_legs = [len(engine.legs) for engine in world.prefill]

@@ -19,6 +19,7 @@ from kvferry.router.prefill_leg import passed_on
 from kvferry.router.proxy import (
     ForwardedStream,
     end_stream_with_error,
+    error_event_in,
     forward_stream,
     is_event_stream,
 )
@@ -86,6 +87,11 @@ class DecodeLeg:
             self._whole = require_well(await self._tools.upstream.read_all(response))
         else:
             self._first = await self._tools.upstream.read_some(response)
+            error = error_event_in(self._first)
+            if error is not None:
+                answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
+                detail = "its stream began with an error"
+                raise LegFailedError(LegFailure.ENGINE_ERROR, detail, answer)
             self._response = response
 
     async def deliver(self, waited_s: float) -> None:

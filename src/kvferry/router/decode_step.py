@@ -29,6 +29,8 @@ class DecodeStep:
         tried_urls: list[str] = []
         for attempt in range(MAX_ATTEMPTS_PER_LEG):
             view = self._tools.choose_decode(context, tried_urls)
+            if view is None and context.plain_reason is PlainReason.OFFER_USED:
+                view = self._tools.choose_decode(context, ())  # It may be the transfer that failed.
             if view is None:
                 break
             tried_urls.append(view.url)

@@ -1,19 +1,29 @@
 """Passes an instance's stream on to the client, bytes as they come, and ends it properly.
 
-Parses nothing. Knows neither where the bytes come from nor why a stream ends.
+Parses nothing but a first event for an error. Knows neither where the bytes come from nor why a
+stream ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from kvferry.router.answers import ErrorAnswer
 
 EVENT_STREAM = "text/event-stream"
 _END_TIMEOUT_S = 1.0
+
+
+class _FirstEvent(msgspec.Struct):
+    error: dict[str, Any] | None = None
+
+
+_event_decoder = msgspec.json.Decoder(_FirstEvent)
 
 
 class ForwardedStream(web.StreamResponse):
@@ -30,6 +40,20 @@ def is_event_stream(headers: Mapping[str, str]) -> bool:
     """Whether an answer with these headers is a stream of server-sent events."""
     content_type: str = headers.get("Content-Type", "")
     return content_type.partition(";")[0].strip().lower() == EVENT_STREAM
+
+
+def error_event_in(first: bytes) -> bytes | None:
+    """Return the error that a stream begins with, as JSON; None where it begins well.
+
+    ``first``: its first bytes. vLLM has answered 200 before it knows that a request fails.
+    """
+    event = first.partition(b"\n\n")[0].removeprefix(b"data:").strip()
+    if not event.startswith(b"{") or b'"error"' not in event:
+        return None
+    try:
+        return event if _event_decoder.decode(event).error is not None else None
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def client_is_gone(request: web.BaseRequest) -> bool:

@@ -160,13 +160,14 @@ class PushAttempt:
         if leg is None or not isinstance(failure, LegFailedError):
             raise failure or LocalProtocolError("a decode leg that has not failed")
         tools.note_failure(leg.view, failure)
+        if not self._may_retry_decode(failure):
+            self._give_up(PlainReason.OFFER_USED)
+            return
         view = None
         if context.plain_reason is None and len(self._tried_decode_urls) < MAX_ATTEMPTS_PER_LEG:
             view = tools.choose_decode(context, self._tried_decode_urls, tools.push_policies)
         if view is None:
             finish_without_decode(tools, context, failure)
-        elif not self._may_retry_decode(failure):
-            self._give_up(PlainReason.OFFER_USED)
         else:
             tools.figures.leg_retries[Role.DECODE].inc()
             self._send_decode(view)
