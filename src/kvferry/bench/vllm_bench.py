@@ -78,11 +78,17 @@ class VllmBench:
         self,
         steps: Sequence[VllmStep],
         *,
+        is_over: Callable[[], bool] = lambda: False,
         on_step: Callable[[VllmStep], None] = lambda step: None,
     ) -> list[VllmSample]:
-        """Return a sample of each step. Raises ``MeasurementError`` if nothing was moved."""
-        samples = []
+        """Return a sample of each step until ``is_over``.
+
+        Raises ``MeasurementError`` if a step moved nothing although it is about that.
+        """
+        samples: list[VllmSample] = []
         for step in steps:
+            if is_over():
+                break
             client = await self._ready_client(step.arm)
             take = self._turn if step.arm.has_turns else self._handoff
             samples.append(await take(client, step))

@@ -54,8 +54,10 @@ def compare_arms(samples: Sequence[VllmSample], rng: random.Random) -> list[Vllm
     for length in _lengths(samples):
         for arm, over in (*_HANDOFF_PAIRS, *_TURN_PAIRS):
             first, second = (_at(samples, length, which) for which in (arm, over))
-            if not first or not second:
+            common = {s.repeat for s in first} & {s.repeat for s in second}
+            if not common:
                 continue
+            first, second = ([s for s in arm if s.repeat in common] for arm in (first, second))
             ratios = {
                 name: paired_ratio(_values(first, name), _values(second, name), rng)
                 for name in _QUANTITIES

@@ -16,7 +16,7 @@ from kvferry.cli.token_counts import TokenCounts
 from kvferry.cli.vllm_stage import VllmSettings
 
 _Command = Callable[..., None]
-_GIB_OF_A_DEPLOYMENT = 7.0
+_GIB_OF_A_DEPLOYMENT = 6.3
 """Two instances with a pool of 1 GiB each."""
 
 _PLAN_OPTIONS = (

@@ -113,3 +113,12 @@ def test_each_deployment_is_asked_in_its_own_words() -> None:
         VllmDeployment.NIXL_BIDIRECTIONAL: VllmEngine.NIXL,
         VllmDeployment.FERRY: VllmEngine.FERRY,
     }
+
+
+async def test_no_step_begins_when_time_is_over() -> None:
+    async with serving_pair(VllmEngine.NIXL) as pair:
+        bench = VllmBench(_Stage({VllmDeployment.NIXL: pair}), _PLAN, random.Random(1))
+        done: list[VllmStep] = []
+        steps = [VllmStep(VllmArm.NIXL_PULL, 20, repeat) for repeat in range(5)]
+        samples = await bench.run(steps, is_over=lambda: len(done) == 2, on_step=done.append)
+    assert [sample.repeat for sample in samples] == [0, 1]

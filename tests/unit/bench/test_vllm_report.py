@@ -72,3 +72,11 @@ def test_the_record_keeps_every_sample() -> None:
         ("ferry-read-back", 2148),
     }
     assert kept["ratios"][0]["ratios"]["extra_after_prefill_s"]["upper_bound"] < 1
+
+
+def test_only_repeats_that_both_arms_have_are_compared() -> None:
+    odd = _sample(VllmArm.FERRY_PULL, 3, 9.0)
+    assert compare_arms([*_HANDOFFS, odd], random.Random(1)) == compare_arms(
+        _HANDOFFS, random.Random(1)
+    )
+    assert compare_arms([_HANDOFFS[0], odd], random.Random(1)) == []

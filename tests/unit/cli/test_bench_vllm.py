@@ -80,7 +80,7 @@ async def test_a_deployment_that_does_not_start_leaves_nothing(tmp_path: Path) -
     assert [pid for process in stage.processes for pid in session_members(process.pid)] == []
 
 
-@pytest.mark.parametrize(("gib", "count"), [(2.0, 1), (7.5, 1), (15.0, 2), (24.0, 3)])
+@pytest.mark.parametrize(("gib", "count"), [(2.0, 1), (7.5, 1), (15.0, 2), (20.0, 3)])
 def test_as_many_deployments_as_memory_holds(gib: float, count: int) -> None:
     assert deployments_that_fit(gib) == count
 
