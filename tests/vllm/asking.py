@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import Sequence
@@ -105,11 +106,49 @@ class Client:
         offered: Json | None = answer["kv_transfer_params"]
         return offered
 
+    async def post(self, url: str, path: str) -> Json:
+        """Call one of the server's endpoints for developers; it must do so."""
+        async with self._session.post(f"{url}{path}") as response:
+            answer: Json = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+    async def reset(self, url: str, **options: str) -> bool:
+        """Have the server forget its prefix cache; False: something is in use."""
+        query = "&".join(f"{name}={value}" for name, value in options.items())
+        success: bool = (await self.post(url, f"/reset_prefix_cache?{query}"))["success"]
+        return success
+
+    async def reset_at_last(self, url: str) -> None:
+        """Have the server forget its prefix cache, once no peer reads any of it."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            while not await self.reset(url):
+                await asyncio.sleep(0.1)
+
 
 def decode_params(transfer_id: str, peer: PeerAddress, mode: str) -> Json:
     """Return a decode leg's parameters that no prefill leg has offered yet."""
-    fields = msgspec.to_builtins(peer)
-    return {"transfer_id": transfer_id, "role": "decode", "mode": mode, "peer": fields}
+    return {"transfer_id": transfer_id, "role": "decode", "mode": mode, "peer": hint(peer)}
+
+
+def hint(peer: PeerAddress) -> Json:
+    """Return a prefill leg's ``history``: who holds the conversation so far."""
+    fields: Json = msgspec.to_builtins(peer)
+    return fields
+
+
+def num_read_back(offered: Json | None) -> int:
+    """Return how many tokens a prefill leg has read back."""
+    assert offered is not None
+    tokens: int = offered["prefill_report"].get("num_read_back_tokens", 0)
+    return tokens
+
+
+def read_back_outcome(offered: Json | None) -> str:
+    """Return how a prefill leg's read-back ended."""
+    assert offered is not None
+    outcome: str = offered["prefill_report"].get("read_back_outcome", "")
+    return outcome
 
 
 def ask_instance(control_port: int) -> InstanceInfo:

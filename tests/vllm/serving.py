@@ -21,6 +21,7 @@ from tests.vllm.asking import ask_instance
 ROOT = Path(__file__).parents[2]
 READY_S = 240.0
 STOP_S = 30.0
+IDLE_S = 20.0
 
 
 def environment_folder() -> Path:
@@ -110,6 +111,14 @@ class VllmServer:
         self.send(signal.SIGKILL)
         self.process.wait(STOP_S)
 
+    def cpu_s(self) -> float:
+        """Return the processor time that the server's processes have taken."""
+        ticks = 0
+        for pid in self.members():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def metrics(self) -> dict[str, float]:
         """Return vLLM's metrics without their labels."""
         pairs = (line.rsplit(" ", 1) for line in self._metric_lines() if line.startswith("vllm:"))
@@ -172,6 +181,14 @@ def running(*servers: VllmServer) -> Iterator[tuple[VllmServer, ...]]:
             server.stop()
 
 
+def idle_share(*servers: VllmServer) -> float:
+    """Return the share of a core that the busiest of idle ``servers`` takes."""
+    before_s = [server.cpu_s() for server in servers]
+    time.sleep(IDLE_S)
+    took_s = (server.cpu_s() - b for server, b in zip(servers, before_s, strict=True))
+    return max(took_s) / IDLE_S
+
+
 def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> str:
     return json.dumps(
         {
@@ -192,6 +209,7 @@ def _environment(core: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }

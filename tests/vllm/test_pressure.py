@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PAIR_ARGUMENTS = ("--num-gpu-blocks-override", "32", "--max-model-len", "2048")
 PAIR_CONFIG = {"prefill_timeout_s": 60.0}
 _AT_ONCE = 6
+_BOUND_S = 45.0
+"""Less than prefill_timeout_s."""
 
 
 def _questions() -> list[Question]:
@@ -35,6 +37,32 @@ async def _handed_over(
         client.prefill(prefill.url, question, transfer_id, mode="push", history=history),
     )
     return tokens
+
+
+async def test_pushes_that_never_come_leave_the_pool_to_others(
+    prefill: VllmServer, decode: VllmServer, client: Client
+) -> None:
+    plain = Question(random_tokens(1500, 250), max_tokens=4)
+    legs = [
+        asyncio.create_task(
+            client.tokens(
+                decode.url,
+                Question(random_tokens(640, 251 + index)),
+                kv_transfer_params=decode_params(new_transfer_id(), prefill.peer(), "push"),
+            )
+        )
+        for index in range(_AT_ONCE)
+    ]
+    async with asyncio.timeout(_BOUND_S):
+        while decode.metrics()["vllm:num_requests_waiting"] < _AT_ONCE:
+            await asyncio.sleep(0.1)
+        # All of them together would take 30 of 32 blocks until prefill_timeout_s.
+        expected = await client.tokens(prefill.url, plain)
+        assert await client.tokens(decode.url, plain) == expected
+    assert not any(leg.done() for leg in legs)
+    for leg in legs:
+        leg.cancel()
+    await asyncio.wait(legs)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -195,9 +195,20 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler's process ------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Keep vLLM's cache manager: its pool counts our references."""
+        """Keep vLLM's cache manager: its pool counts our references.
+
+        A reset of its cache says no while a block has a reference, and no hook comes before it. So
+        on this one object it lets go of ours first.
+        """
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def forget_and_reset() -> bool:
+            self._scheduler.forget_content()
+            return bool(reset())
+
+        kv_cache_manager.reset_prefix_cache = forget_and_reset
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -218,9 +229,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tell how many tokens a peer is to fill."""
+        """Tell how many tokens a peer is to fill; None: ask again."""
         count = self._scheduler.count_external(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -257,7 +268,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._finish(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        """Retain nothing of what was computed before."""
+        """Keep nothing that may be given to a peer. A reset of vLLM's own cache has done it too."""
         self._scheduler.forget_content()
         return True
 

@@ -17,6 +17,7 @@ from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, RequestId, TransferId
+from kvferry.protocol.params import Mode
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
     Answer,
@@ -28,6 +29,7 @@ from kvferry.vllm_plugin.orders import (
     Fill,
     FillEnd,
     FillHistory,
+    Forget,
     LetGo,
     MakeRoom,
     Offer,
@@ -63,6 +65,8 @@ class Desk:
         self._mode_of: dict[TransferId, str] = {}
         self._failed: list[FillEnd] = []
         self._sending: dict[TransferId, _Sending] = {}
+        self._registered: set[TransferId] = set()
+        """Pushes whose prefill has not been admitted, as far as was told."""
 
     @property
     def num_receives(self) -> int:
@@ -103,6 +107,14 @@ class Desk:
                 )
             return ends
 
+    def take_admitted(self) -> list[RequestId]:
+        """Return the pushes whose prefill has got its blocks since the last call, each once."""
+        with self._lock:
+            # Nobody whose prefill still waits may take so many blocks.
+            admitted = [t for t in self._registered if self._exchange.may_receive(t, _ALL)]
+            self._registered.difference_update(admitted)
+            return [self._request_of[transfer_id] for transfer_id in admitted]
+
     def _obey(self, order: Order) -> Answer:  # noqa: C901 - one branch per order
         match order:
             case Begin():
@@ -133,6 +145,8 @@ class Desk:
                 self._pins.let_go(order.hashes)
             case MakeRoom():
                 self._exchange.give_up_oldest(order.num_blocks)
+            case Forget():
+                return self._forget()
         return Answer()
 
     # -- receiving ----------------------------------------------------------------------------
@@ -143,6 +157,8 @@ class Desk:
         with self._lock:
             self._request_of[order.transfer_id] = order.request_id
             self._mode_of[order.transfer_id] = order.mode.value
+            if order.mode is Mode.PUSH:
+                self._registered.add(order.transfer_id)
 
     def _fill(self, order: Fill) -> None:
         with self._pinned(order.blocks), self._failing(order.request_id):
@@ -165,6 +181,7 @@ class Desk:
             for transfer_id in ended:
                 del self._request_of[transfer_id]
                 del self._mode_of[transfer_id]
+                self._registered.discard(transfer_id)
             self._failed = [f for f in self._failed if f.request_id != order.request_id]
         for transfer_id in ended:
             self._exchange.end_receive(transfer_id, needed=order.needed)
@@ -215,6 +232,14 @@ class Desk:
         if sending is not None:
             blocks, sending.blocks = sending.blocks, []
             self._pins.drop(blocks)
+
+    def _forget(self) -> Answer:
+        """End all that may give this memory's content to a peer that has not asked for it yet."""
+        for transfer_id, sending in list(self._sending.items()):
+            self._stop_sending(Withdraw(sending.request_id, transfer_id))
+        self._exchange.give_up_oldest(_ALL)
+        self._pins.forget()
+        return Answer(returned=tuple(self._pins.take_returned()))
 
     # -- whose fault --------------------------------------------------------------------------
 

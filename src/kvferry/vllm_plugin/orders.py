@@ -132,6 +132,10 @@ class MakeRoom(_Order, frozen=True, tag="make_room"):
     num_blocks: int
 
 
+class Forget(_Order, frozen=True, tag="forget"):
+    """What the pool holds is void: find, hold and send nothing of it any more. Answered."""
+
+
 Order = (
     Begin
     | Fill
@@ -147,8 +151,9 @@ Order = (
     | Retain
     | LetGo
     | MakeRoom
+    | Forget
 )
-ANSWERED = (Offer, CompleteSend)
+ANSWERED = (Offer, CompleteSend, Forget)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -156,6 +161,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     lease_s: float = 0.0
     error: str = ""
+    returned: Blocks = ()
+    """Pins that go back, one entry a pin."""
 
 
 class FillEnd(msgspec.Struct, frozen=True):
@@ -189,6 +196,8 @@ class StepOrders(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...] = ()
     has_forward: bool = False
     num_free_blocks: int = 0
+    is_waiting: bool = False
+    """A request waits for its peer's prefill before it takes blocks."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -198,6 +207,8 @@ class StepReport(msgspec.Struct, frozen=True):
     returned: Blocks = ()
     """Pins that go back, one entry a pin."""
     ends: tuple[FillEnd, ...] = ()
+    admitted: tuple[RequestId, ...] = ()
+    """Pushes whose prefill has its blocks: they end by themselves."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True):

@@ -98,6 +98,14 @@ class PinnedBlocks:
                     del self._found[block_hash]
                 self._drop([block])
 
+    def forget(self) -> None:
+        """Undo every ``retain``: nothing is found any more."""
+        with self._lock:
+            found, self._found = self._found, {}
+            num_retainers, self._num_retainers = self._num_retainers, Counter()
+            for block_hash, block in found.items():
+                self._drop([block] * num_retainers[block_hash])
+
     def take_returned(self) -> list[BlockNumber]:
         """Return the blocks whose pins go back, one entry a pin, in the order they were let go."""
         with self._lock:

@@ -12,7 +12,7 @@ from kvferry.clock import Clock
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import BlockNumber
 from kvferry.vllm_plugin.conversations import Hashes, RetainedConversations
-from kvferry.vllm_plugin.orders import Answer, LetGo, MakeRoom, Order, Retain, WorkerHello
+from kvferry.vllm_plugin.orders import Answer, Forget, LetGo, MakeRoom, Order, Retain, WorkerHello
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks, root_of
 
@@ -111,9 +111,10 @@ class Retaining:
         if num_waiting_blocks and len(leaving) < short:
             self._orders.send(MakeRoom(short - len(leaving)))
 
-    def clear(self) -> None:
-        """Retain nothing any more."""
-        self._let_go(self._retained.clear())
+    def forget(self) -> None:
+        """Retain, offer and send nothing of what the pool holds; take back what nobody reads."""
+        self._retained.clear()
+        self._references.give_back(self._orders.ask(Forget()).returned)
 
     def _let_go(self, hashes: Hashes) -> None:
         if hashes:

@@ -15,7 +15,7 @@ from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import KvTransferParams, Role, emit_params, parse_params
+from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params, parse_params
 from kvferry.vllm_plugin.needs import BlockNeeds
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
@@ -62,6 +62,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._needs = BlockNeeds(block_size_tokens)
         self._loads: list[Load] = []
+        self._is_waiting = False
         self._step = 0
         self._steps: deque[tuple[int, list[tuple[Tracked, int, int]]]] = deque()
         """Pushes in steps whose output is not there: record, its restarts, tokens computed then."""
@@ -117,8 +118,11 @@ class SchedulerHalf:
             )
         )
 
-    def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int:
-        """Return how many tokens beyond the local ones a peer is to fill. Safe to repeat."""
+    def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
+        """Return how many tokens beyond the local ones a peer is to fill. Safe to repeat.
+
+        None: ask again, since the pool's share for pushes that may never come is taken.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0
@@ -130,8 +134,12 @@ class SchedulerHalf:
         elif not tracked.wants_receive:
             return 0
         missing = num_tokens - num_computed_tokens
-        threshold = max(1, self._settings.recompute_threshold_tokens)
-        return missing if missing >= threshold else 0
+        if missing < max(1, self._settings.recompute_threshold_tokens):
+            return 0
+        if not self._may_register(tracked, missing):
+            self._is_waiting = True
+            return None
+        return missing
 
     def note_allocated(
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
@@ -175,13 +183,18 @@ class SchedulerHalf:
         self._retaining.keep_room(num_running, self._needs.num_waiting_blocks())
         loads, self._loads = tuple(self._loads), []
         has_forward = bool(facts.num_scheduled_tokens)
-        return StepOrders(self._step, loads, has_forward, self._references.num_free)
+        is_waiting, self._is_waiting = self._is_waiting, False
+        return StepOrders(self._step, loads, has_forward, self._references.num_free, is_waiting)
 
     def note_step_done(self, report: StepReport) -> None:
         """A step's output is there: its KV is complete, and so are the steps' before it."""
         self._references.give_back(report.returned)
         for end in report.ends:
             self._note_end(end)
+        for request_id in report.admitted:
+            admitted = self._tracked.get(request_id)
+            if admitted is not None:
+                admitted.is_peer_at_work = True
         while self._steps and self._steps[0][0] <= report.step:
             for tracked, num_restarts, num_tokens in self._steps.popleft()[1]:
                 is_current = tracked.request_id in self._tracked
@@ -211,8 +224,14 @@ class SchedulerHalf:
         return None
 
     def forget_content(self) -> None:
-        """The pool's content is void: retain nothing of it."""
-        self._retaining.clear()
+        """The pool's content is void: nothing of it is retained, handed over or sent any more.
+
+        A push that runs ends with it, and its receiver computes. What nobody reads is free
+        afterwards; what a peer reads at this moment is for a bounded time.
+        """
+        for tracked in self._tracked.values():
+            tracked.is_sending = False
+        self._retaining.forget()
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -221,6 +240,8 @@ class SchedulerHalf:
         blocks = as_blocks(block_ids[first : self._blocks_for(tracked.num_prompt_tokens)])
         self._references.take(blocks)
         self._park(tracked, blocks)
+        if tracked.transfer.mode is Mode.PUSH:
+            tracked.num_registered_blocks = len(blocks)
         self._orders.send(Fill(tracked.request_id, tracked.transfer.transfer_id, blocks, first))
 
     def _fill_history(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
@@ -241,6 +262,15 @@ class SchedulerHalf:
             FillHistory(tracked.request_id, holder, tuple(hashes), blocks, min_blocks)
         )
 
+    def _may_register(self, tracked: Tracked, num_tokens: int) -> bool:
+        """Whether blocks for ``num_tokens`` may be set aside for this request's peer to fill."""
+        is_push = tracked.wants_receive and tracked.transfer.mode is Mode.PUSH
+        if not is_push or tracked.is_peer_at_work:
+            return True
+        waiting = sum(t.num_waiting_registered_blocks for t in self._tracked.values())
+        max_blocks = int(self._settings.max_registered_share * self._hello.num_blocks)
+        return waiting + self._blocks_for(num_tokens) <= max_blocks
+
     def _park(self, tracked: Tracked, blocks: Blocks) -> None:
         tracked.is_loading = True
         self._loads.append(Load(tracked.request_id, blocks))
@@ -253,6 +283,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(end.request_id)
         if tracked is not None:
             tracked.is_loading = False
+            tracked.num_registered_blocks = 0
             if not end.is_received:
                 # A push may fail before its request has blocks: it need not be parked for that.
                 tracked.wants_receive = False

@@ -43,6 +43,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prefill_timeout_s: _Seconds = 300.0
     control_timeout_s: _Seconds = 2.0
     max_held_share: _Share = 0.25
+    max_registered_share: _Share = 0.25
     max_quarantine_share: _Share = 0.25
 
     def exchange_config(self, engine_id: str) -> ExchangeConfig:
@@ -61,6 +62,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             prefill_timeout_s=self.prefill_timeout_s,
             control_timeout_s=self.control_timeout_s,
             max_held_share=self.max_held_share,
+            max_registered_share=self.max_registered_share,
             max_quarantine_share=self.max_quarantine_share,
         )
 

@@ -144,6 +144,10 @@ class Tracked:
     num_sent_blocks: int = 0
     """Leading blocks that the exchange was told of since the last preemption."""
     num_restarts: int = 0
+    num_registered_blocks: int = 0
+    """Push, as receiver: blocks that the peer is to fill."""
+    is_peer_at_work: bool = False
+    """Push, as receiver: the peer's prefill has its blocks, so the receive ends by itself."""
     sources: PromptSources = field(default_factory=PromptSources)
 
     @property
@@ -155,6 +159,11 @@ class Tracked:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return self.identity.num_tokens
+
+    @property
+    def num_waiting_registered_blocks(self) -> int:
+        """Blocks that lie fallow until the peer's prefill is admitted."""
+        return 0 if self.is_peer_at_work else self.num_registered_blocks
 
     @property
     def is_pushed_prefill(self) -> bool:

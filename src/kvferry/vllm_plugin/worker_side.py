@@ -99,6 +99,7 @@ class WorkerHalf:
         self._parked = ParkedRequests()
         self._ends = StepEnds()
         self._new_ends: tuple[FillEnd, ...] = ()
+        self._new_admitted: tuple[RequestId, ...] = ()
         self._figures = Figures()
         self._shown: FigureValues = {}
         self._orders = StepOrders(0)
@@ -112,17 +113,19 @@ class WorkerHalf:
             parts.callback(exchange.close)
             self._exchange = exchange
             self._desk = Desk(exchange, self._pins, self._event.set)
-            server = OrderServer(self._desk.obey)
-            parts.callback(server.close)
+            self._server = OrderServer(self._desk.obey)
+            parts.callback(self._server.close)
             exchange.start(self._event.set)
             self._parts = parts.pop_all()
         self.hello = WorkerHello(
-            exchange.address, layout.fingerprint(), self._pins.num_blocks, server.path
+            exchange.address, layout.fingerprint(), self._pins.num_blocks, self._server.path
         )
         _log.info("instance %s answers on %s", *_shown(self.hello))
 
     def begin_step(self, orders: StepOrders) -> None:
-        """vLLM begins a step."""
+        """vLLM begins a step. Raises ``EngineError``, which ends vLLM's engine with all requests,
+        if orders are not obeyed any more: else what it has parked would wait for ever."""
+        self._server.check()
         self._orders = orders
         self._pins.num_free = orders.num_free_blocks
         self._parked.add(orders.loads)
@@ -131,7 +134,8 @@ class WorkerHalf:
         """Return what to tell vLLM of parked requests; a step with nothing else to do waits."""
         self._collect()
         ends = self._parked.take(ended_requests)
-        if not (ends.finished or self._orders.has_forward) and self._parked.num_parked:
+        waits = self._parked.num_parked > 0 or self._orders.is_waiting
+        if waits and not (ends.finished or self._orders.has_forward):
             self._event.wait(IDLE_STEP_S)
             self._collect()
             ends = self._parked.take(set())
@@ -146,9 +150,10 @@ class WorkerHalf:
         """Return what the scheduler half is to know of this step; None: nothing."""
         returned = tuple(self._pins.take_returned())
         ends, self._new_ends = self._new_ends, ()
-        if not (returned or ends or self._orders.has_forward):
+        admitted, self._new_admitted = self._new_admitted, ()
+        if not (returned or ends or admitted or self._orders.has_forward):
             return None
-        return StepReport(self._orders.step, returned, ends)
+        return StepReport(self._orders.step, returned, ends, admitted)
 
     def take_figures(self) -> FigureValues | None:
         """Return all figures if any has changed since the last call."""
@@ -166,6 +171,7 @@ class WorkerHalf:
         self._event.clear()
         ends = self._desk.take_ends()
         self._new_ends += tuple(ends)
+        self._new_admitted += tuple(self._desk.take_admitted())
         self._figures.count(ends)
         self._parked.note(ends)
 

@@ -27,6 +27,7 @@ from kvferry.vllm_plugin.orders import (
     End,
     Fill,
     FillHistory,
+    Forget,
     LetGo,
     Offer,
     RestartSend,
@@ -50,6 +51,8 @@ class _Exchange:
         self.held: dict[TransferId, tuple[BlockNumber, ...]] = {}
         self.calls: list[tuple[object, ...]] = []
         self.error: Exception | None = None
+        self.admitted: set[TransferId] = set()
+        self.offers: set[TransferId] = set()
 
     def _hold(self, transfer_id: TransferId, given: Sequence[BlockNumber]) -> None:
         if self.error is not None:
@@ -73,7 +76,7 @@ class _Exchange:
         self.calls.append(("begin_receive", transfer_id, mode))
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
-        return True
+        return transfer_id in self.admitted
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
@@ -128,13 +131,16 @@ class _Exchange:
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:
         self._hold(transfer_id, blocks)
+        self.offers.add(transfer_id)
         return HandoffOffer(PEER, 30.0)
 
     def withdraw(self, transfer_id: TransferId) -> None:
         self.calls.append(("withdraw", transfer_id))
 
     def give_up_oldest(self, num_blocks: int) -> int:
-        return 0
+        for transfer_id in self.offers:
+            self.let_go(transfer_id)
+        return num_blocks
 
     def snapshot(self) -> ConnectorSnapshot:
         return ConnectorSnapshot()
@@ -305,3 +311,35 @@ def test_retained_blocks_are_found_until_they_are_let_go_of(rig: _Rig) -> None:
     rig.desk.obey(LetGo((block_hash,)))
     rig.pins.drop(blocks(4))
     assert rig.pins.take_returned() == [4]
+
+
+def test_a_push_is_admitted_once_its_prefill_is_at_work(rig: _Rig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.desk.obey(Begin(RequestId("b"), TransferId("y"), PEER, 8, _DIGEST, Mode.PUSH))
+    assert rig.desk.take_admitted() == []
+    rig.exchange.admitted = {_X, TransferId("y")}
+    assert rig.desk.take_admitted() == [RequestId("b")], "a pull has no share to wait for"
+    assert rig.desk.take_admitted() == []
+
+
+def test_a_push_that_was_ended_is_not_admitted(rig: _Rig) -> None:
+    rig.desk.obey(Begin(_A, _X, PEER, 8, _DIGEST, Mode.PUSH))
+    rig.desk.obey(End(_A, True))
+    rig.exchange.admitted = {_X}
+    assert rig.desk.take_admitted() == []
+
+
+def test_what_is_void_is_neither_found_nor_offered_nor_sent(rig: _Rig) -> None:
+    block_hash = BlockHash(b"h" * 32)
+    rig.desk.obey(Retain((block_hash,), blocks(4)))
+    rig.desk.obey(Retain((block_hash,), blocks(5)))
+    rig.desk.obey(Offer(_X, 8, _DIGEST, blocks(1, 2)))
+    rig.desk.obey(BeginSend(_A, TransferId("y"), 8, _DIGEST))
+    rig.desk.obey(AdvanceSend(_A, TransferId("y"), blocks(7), 4))
+    answer = rig.desk.obey(Forget())
+    # The second block of the same content had come back before, and goes back with the others.
+    assert sorted(answer.returned) == [1, 2, 4, 5, 7]
+    assert rig.pins.acquire_cached([block_hash]) == []
+    assert ("withdraw", "y") in rig.exchange.calls
+    assert rig.pins.take_returned() == []
+    rig.desk.obey(LetGo((block_hash,)))

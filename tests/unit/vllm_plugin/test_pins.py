@@ -114,3 +114,16 @@ def test_as_many_pins_go_back_as_were_taken(moves: list[tuple[str, int]]) -> Non
         for index in range(4):
             assert returned[index] <= taken[index]
             assert (returned[index] == taken[index]) == (references[index] == 0)
+
+
+def test_what_is_forgotten_stays_pinned_while_a_peer_reads_it() -> None:
+    pins = PinnedBlocks(8)
+    first, second = _hashes("a", "b")
+    pins.retain([first, second], blocks(1, 2))
+    pins.retain([first], blocks(1))
+    pins.acquire_cached([first])
+    pins.forget()
+    assert pins.num_retained == 0
+    assert pins.take_returned() == list(blocks(2))
+    pins.drop(blocks(1))
+    assert pins.take_returned() == list(blocks(1, 1))

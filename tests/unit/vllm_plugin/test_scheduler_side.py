@@ -19,6 +19,7 @@ from kvferry.vllm_plugin.orders import (
     Fill,
     FillEnd,
     FillHistory,
+    Forget,
     LetGo,
     MakeRoom,
     Offer,
@@ -269,11 +270,7 @@ def test_a_history_is_read_into_the_blocks_after_the_cached_ones() -> None:
 
 def test_an_answer_is_retained_by_references_without_what_was_never_computed() -> None:
     rig = _Rig()
-    request = rig.add("r", 6)
-    rig.allocate(request, 0, 3, external=0)
-    request.answer = [1, 2, 3]
-    request.num_computed_tokens = 8
-    rig.end(request)
+    rig.end(_retained(rig))
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
     assert retain.blocks == blocks(0, 1)
@@ -340,6 +337,61 @@ def test_a_request_with_wrong_parameters_is_a_plain_one(params: dict[str, object
     assert rig.half.count_external(request, 0) == 0
     assert rig.orders.take() == []
     assert request.max_tokens == 16
+
+
+def test_pushes_that_may_never_come_have_a_share_of_the_pool_only() -> None:
+    rig = _Rig(max_registered_share=0.25)
+    fields = {"role": "decode", "mode": "push", "peer": _PEER_FIELDS}
+    legs = [rig.add(name, 5 * BLOCK, **fields) for name in "ab"]
+    assert rig.half.count_external(legs[0], 0) == 5 * BLOCK
+    rig.allocate(legs[0], 0, 5, external=5 * BLOCK)
+    assert rig.half.count_external(legs[1], 0) is None, "8 blocks are the share"
+    assert rig.half.count_external(legs[1], 2 * BLOCK) == 3 * BLOCK
+    assert rig.half.plan_step(_NOTHING).is_waiting
+    assert not rig.half.plan_step(_NOTHING).is_waiting
+    rig.half.note_step_done(StepReport(1, admitted=(RequestId("a"),)))
+    assert rig.half.count_external(legs[1], 0) == 5 * BLOCK
+
+
+def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
+    rig = _Rig(max_registered_share=0.25)
+    request = _decode(rig, num_tokens=20 * BLOCK, mode="push")
+    assert rig.half.count_external(request, 0) is None
+    rig.half.note_step_done(StepReport(1, admitted=(RequestId("d"), RequestId("unknown"))))
+    assert rig.half.count_external(request, 0) == 20 * BLOCK
+
+
+def test_a_push_that_has_failed_leaves_its_share_to_others() -> None:
+    rig = _Rig(max_registered_share=0.25)
+    request = _decode(rig, num_tokens=8 * BLOCK, mode="push")
+    other = rig.add("o", 8 * BLOCK, role="decode", mode="push", peer=_PEER_FIELDS)
+    rig.allocate(request, 0, 8, external=8 * BLOCK)
+    assert rig.half.count_external(other, 0) is None
+    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
+    assert rig.half.count_external(other, 0) == 8 * BLOCK
+
+
+def test_nothing_of_a_content_that_is_void_is_kept_or_sent() -> None:
+    rig = _Rig()
+    rig.end(_retained(rig))
+    request = _prefill(rig, mode="push")
+    rig.allocate(request, 20, 3, external=0)
+    rig.half.plan_step(StepFacts({"p": 6}))
+    rig.orders.take()
+    rig.orders.answer = Answer(returned=blocks(0, 1))
+    rig.half.forget_content()
+    assert rig.orders.take() == [Forget()]
+    assert rig.pool.held() == {20: 1, 21: 1, 22: 1}
+    rig.half.note_step_done(StepReport(1))
+    rig.half.plan_step(_NOTHING)
+    assert rig.orders.take() == [], "neither sent, nor let go of twice"
+
+
+def _retained(rig: _Rig) -> FakeRequest:
+    request = rig.add("r", 6)
+    rig.allocate(request, 0, 3, external=0)
+    request.answer, request.num_computed_tokens = [1, 2, 3], 8
+    return request
 
 
 def begin_id(request: FakeRequest) -> TransferId:

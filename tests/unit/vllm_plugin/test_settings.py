@@ -52,6 +52,7 @@ def test_two_starts_have_two_epochs() -> None:
         ({"control_port": 70_000}, "control_port"),
         ({"handoff_lease_s": 0}, "handoff_lease_s"),
         ({"max_retained_share": 2}, "max_retained_share"),
+        ({"max_registered_share": 0}, "max_registered_share"),
         ({"retention_s": "long"}, "retention_s"),
     ],
 )

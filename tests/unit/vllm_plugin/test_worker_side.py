@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import EngineError
 from kvferry.protocol.ids import RequestId
-from kvferry.vllm_plugin.orders import FillEnd, Load
-from kvferry.vllm_plugin.worker_side import ParkedRequests
+from kvferry.protocol.layout import KVLayout
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.memory import MemoryHub, MemoryTransport
+from kvferry.vllm_plugin import worker_side
+from kvferry.vllm_plugin.order_link import OrderClient
+from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, StepOrders
+from kvferry.vllm_plugin.settings import PluginSettings
+from kvferry.vllm_plugin.worker_side import ParkedRequests, WorkerHalf
 from tests.unit.vllm_plugin.fake_engine import blocks
 
 _A = RequestId("a")
@@ -69,3 +82,43 @@ def test_requests_that_end_without_having_been_parked_are_not_told() -> None:
     assert parked.take({"a"}).finished == set()
     parked.add([Load(_A, blocks(1))])
     assert parked.take(set()).finished == set()
+
+
+_BLOCK_BYTES = 64
+_LAYOUT = KVLayout("m", "w", "c", "float32", 1, 1, 1, 4, _BLOCK_BYTES, "test", (_BLOCK_BYTES,))
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
+    """A real one over memory of this process."""
+    memory = np.zeros(8 * _BLOCK_BYTES, np.uint8)
+    monkeypatch.setattr(worker_side, "_create_transport", lambda *_: MemoryTransport(MemoryHub()))
+    settings = PluginSettings()
+    region = MemoryRegion(memory.ctypes.data, _BLOCK_BYTES, _BLOCK_BYTES, 8)
+    half = WorkerHalf(settings.exchange_config("e"), settings, _LAYOUT, [region])
+    yield half
+    half.close()
+
+
+def test_a_step_without_news_reports_nothing(half: WorkerHalf) -> None:
+    half.begin_step(StepOrders(1, is_waiting=True))
+    assert half.take_ends(set()).finished == set()
+    assert half.report() is None
+
+
+def test_a_worker_whose_orders_nobody_takes_ends_the_engine(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(order: Order) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr("kvferry.vllm_plugin.order_link.decode_order", end)
+    client = OrderClient(half.hello.orders_path)
+    client.send(MakeRoom(1))
+    for thread in threading.enumerate():
+        if thread.name == "kvferry-orders":
+            thread.join(10.0)
+    with pytest.raises(EngineError, match="takes no orders"):
+        half.begin_step(StepOrders(1))
+    client.close()
