@@ -1,10 +1,10 @@
 # Every target does its own set-up in .venv; it needs Python >= 3.11, pip and make.
-# Options: PYTHON=python3.12 (for .venv), PYTEST="-k name -x" (for test), SOAK_S, SOAK_SEED (for soak).
+# Options: PYTHON=python3.12 (for .venv), PYTEST="-k name -x" (for tests), SOAK_S, SOAK_SEED (for soaks).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check soak fix clean
+.PHONY: help demo test test-vllm check soak soak-vllm fix clean
 
 PYTHON ?= python3
 PYTEST ?=
@@ -29,8 +29,8 @@ test: .venv/.ready ## every test but the long ones and those with real vLLM
 
 test-vllm: .venv/.ready ## the tests with real vLLM, in an environment of its own (3.5 GB, once)
 	@scripts/set_up_vllm.sh
-	printf '== pytest -m vllm %s\n' '$(PYTEST)'
-	$(RUN) pytest -q -m vllm tests/vllm $(PYTEST)
+	printf '== pytest -m vllm (without soak) %s\n' '$(PYTEST)'
+	$(RUN) pytest -q -m 'vllm and not soak' tests/vllm $(PYTEST)
 
 check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
 	@printf '== ruff check\n'
@@ -51,8 +51,14 @@ check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
 
 soak: .venv/.ready ## the long tests; SOAK_S=seconds each, SOAK_SEED=number to repeat a run
 	@export SOAK_S='$(SOAK_S)' SOAK_SEED="$${SOAK_SEED:-$(or $(SOAK_SEED),$$RANDOM$$RANDOM)}"
-	printf '== pytest -m soak: SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
-	$(RUN) pytest -q -m soak --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
+	printf '== pytest -m soak (without vllm): SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
+	$(RUN) pytest -q -m 'soak and not vllm' --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
+
+soak-vllm: .venv/.ready ## the long ones with real vLLM; SOAK_S=1800 is about 5,000 requests
+	@scripts/set_up_vllm.sh
+	export SOAK_S='$(SOAK_S)' SOAK_SEED="$${SOAK_SEED:-$(or $(SOAK_SEED),$$RANDOM$$RANDOM)}"
+	printf '== pytest -m "soak and vllm": SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
+	$(RUN) pytest -q -m 'soak and vllm' tests/vllm $(PYTEST)
 
 fix: .venv/.ready ## let ruff repair and format what it can
 	@$(RUN) ruff check --fix .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,25 +12,10 @@ import pytest
 from tests.vllm.asking import Client, Question, decode_params, new_transfer_id, random_tokens
 from tests.vllm.conftest import Answers
 from tests.vllm.serving import VllmServer
+from tests.vllm.settling import BOUND_S, wait_whole
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PAIR_CONFIG = {"retention_s": 0, "handoff_lease_s": 3.0, "control_timeout_s": 1.0}
-BOUND_S = 30.0
-"""Any request here ends within it, on slow cores."""
-_USAGE = "vllm:kv_cache_usage_perc"
-
-
-async def _wait_whole(client: Client, *servers: VllmServer) -> None:
-    """Wait until no block is in use. A request makes a step, in which references are given back."""
-    for server in servers:
-        deadline_s = time.monotonic() + BOUND_S
-        while True:
-            await client.tokens(server.url, Question(random_tokens(3, 1), max_tokens=2))
-            usage = server.metrics()[_USAGE]
-            if usage == 0:
-                break
-            assert time.monotonic() < deadline_s, f"{server.name}: {usage:.3f} still in use"
-            await asyncio.sleep(0.2)
 
 
 @pytest.fixture
@@ -39,7 +23,7 @@ async def whole_afterwards(
     prefill: VllmServer, decode: VllmServer, client: Client
 ) -> AsyncIterator[None]:
     yield
-    await _wait_whole(client, prefill, decode)
+    await wait_whole(client, prefill, decode)
 
 
 @pytest.mark.usefixtures("whole_afterwards")
@@ -56,7 +40,7 @@ async def test_a_decode_leg_after_the_lease_computes_its_prompt(
     question, expected = plain_answers[-2]
     fresh = question.again()
     offered = await client.prefill(prefill.url, fresh)
-    await _wait_whole(client, prefill)
+    await wait_whole(client, prefill)
     assert await client.tokens(decode.url, fresh, kv_transfer_params=offered) == expected
 
 
@@ -150,7 +134,7 @@ async def test_a_killed_prefill_instance_costs_a_recompute_until_it_is_back(
     again = question.again()
     offered = await client.prefill(prefill.url, again)
     assert await client.tokens(decode.url, again, kv_transfer_params=offered) == expected
-    await _wait_whole(client, prefill, decode)
+    await wait_whole(client, prefill, decode)
 
 
 async def test_a_killed_decode_instance_lets_prefill_free_its_blocks(
@@ -163,6 +147,6 @@ async def test_a_killed_decode_instance_lets_prefill_free_its_blocks(
     decode.kill()
     with contextlib.suppress(Exception):
         await leg
-    await _wait_whole(client, prefill)
+    await wait_whole(client, prefill)
     decode.begin()
     decode.wait_ready()

@@ -1,0 +1,22 @@
+"""Idle servers with the plugin take no more of a core than a plain one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.asking import Client
+from tests.vllm.conftest import Pair, Plain
+from tests.vllm.serving import idle_share
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+_MAX_SHARE_MORE = 0.02
+
+
+async def test_idle_servers_take_two_percent_of_a_core_more_at_most(
+    pair: Pair, client: Client, plain: Plain
+) -> None:
+    question, _ = plain.answers[-1]
+    fresh = question.again()
+    offered = await client.prefill(pair[0].url, fresh)
+    await client.tokens(pair[1].url, fresh, kv_transfer_params=offered)
+    assert idle_share(*pair) < plain.idle_share + _MAX_SHARE_MORE
