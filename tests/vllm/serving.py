@@ -81,35 +81,59 @@ class VllmServer:
         return self.log_path.read_text(errors="replace")[-8000:]
 
     def members(self) -> list[int]:
-        """Return the process ids of the server and all that it has started."""
-        found, waiting = [], [self.process.pid]
-        while waiting:
-            pid = waiting.pop()
-            found.append(pid)
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    waiting += [int(p) for p in (task / "children").read_text().split()]
-        return found
+        """Return the process ids of the server and all that it has started, youngest last.
+
+        By session, so that one whose parent has ended is found too.
+        """
+        return sorted(pid for pid in _processes() if _session_of(pid) == self.process.pid)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all of the server's processes."""
         for pid in reversed(self.members()):
+            if number is signal.SIGKILL and _is_tracker(pid):
+                continue  # It removes what the others shared, once they have ended.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self) -> None:
         """End all of the server's processes at once."""
+        shared = self._shared_memory()
         self.send(signal.SIGKILL)
         self.process.wait(STOP_S)
+        left = self._wait_gone(shared)
+        for path in left:
+            path.unlink(missing_ok=True)  # Nobody was left to do so.
 
     def stop(self) -> None:
-        """End the server, by force where it takes too long."""
+        """End the server, by force where it takes too long. Nothing of it may be left."""
+        shared = self._shared_memory()
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
         self.send(signal.SIGKILL)
         self.process.wait(STOP_S)
+        left = self._wait_gone(shared)
+        assert not left, f"{self.name} left {left}"
+        assert not self.members(), f"{self.name} left processes"
+
+    def _shared_memory(self) -> set[Path]:
+        """Return the files in /dev/shm that the server's processes have mapped."""
+        found = set()
+        for pid in self.members():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    name = line.partition("/dev/shm/")[2]
+                    if name and not name.endswith(" (deleted)"):
+                        found.add(Path("/dev/shm") / name)
+        return found
+
+    def _wait_gone(self, shared: set[Path]) -> set[Path]:
+        """Wait for the last process; return what is left of ``shared``."""
+        deadline_s = time.monotonic() + STOP_S
+        while self.members() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return {path for path in shared if path.exists()}
 
     def cpu_s(self) -> float:
         """Return the processor time that the server's processes have taken."""
@@ -172,13 +196,31 @@ def start(
 @contextlib.contextmanager
 def running(*servers: VllmServer) -> Iterator[tuple[VllmServer, ...]]:
     """Wait for ``servers``, and end them afterwards."""
-    try:
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
         for server in servers:
             server.wait_ready()
         yield servers
-    finally:
-        for server in servers:
-            server.stop()
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _session_of(pid: int) -> int:
+    """Return a process's session; 0 for one that has ended, reaped or not."""
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except (OSError, ValueError):
+        return 0
+    return 0 if state == "Z" else int(session)
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def idle_share(*servers: VllmServer) -> float:
