@@ -19,6 +19,7 @@ SIGNATURE_VALIDITY_S = 60.0
 """How long after it was made a router's signature is accepted."""
 _CLOCK_MARGIN_S = 5.0
 _HEALTHY = "healthy"
+_SUSPECT = "suspect"
 _FIELD_REMEDIES = {
     "weights_digest": "serve the same weights on all instances",
     "config_digest": "serve the same model configuration on all instances (rope overrides, "
@@ -48,11 +49,14 @@ def _routed(router: RouterFacts) -> Iterator[Finding]:
     check = Check("router", router.url)
     unwell = [item for item in router.fleet if item.health != _HEALTHY]
     for item in unwell:
-        yield check.failed(
-            f"it finds {item.role} instance {item.url} {item.health}"
-            + (f": {item.detail}" if item.detail else ""),
-            "start that instance, or correct its URL in the router's options",
-        )
+        found = f"it finds {item.role} instance {item.url} {item.health}"
+        found += f": {item.detail}" if item.detail else ""
+        if item.health == _SUSPECT:
+            yield check.warning(found, "look whether that instance is overloaded or restarts")
+        else:
+            yield check.failed(
+                found, "start that instance, or correct its URL in the router's options"
+            )
     for role in ("prefill", "decode"):
         if not any(item.role == role for item in router.fleet):
             yield check.failed(f"it has no {role} instance", f"give it one by --{role}")

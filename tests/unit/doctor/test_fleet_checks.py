@@ -163,9 +163,13 @@ def test_clocks_are_compared_with_the_router_that_signs() -> None:
     assert not not_ok(well(*ahead, routers=(router,), has_cluster_key=True))
 
 
-def test_what_the_router_finds_down_is_named() -> None:
-    router = _router(_routed(PREFILL, "prefill"), _routed(DECODE, "decode", "down"))
-    finding = only_finding(well(routers=(router,)), Result.FAILED)
+@pytest.mark.parametrize(
+    ("health", "result"),
+    [("down", Result.FAILED), ("unknown", Result.FAILED), ("suspect", Result.WARNING)],
+)
+def test_what_the_router_does_not_find_healthy_is_named(health: str, result: Result) -> None:
+    router = _router(_routed(PREFILL, "prefill"), _routed(DECODE, "decode", health))
+    finding = only_finding(well(routers=(router,)), result)
     assert DECODE.url in finding.found
     assert "so it is" in finding.found
 
