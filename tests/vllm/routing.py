@@ -1,0 +1,90 @@
+"""The real router as a process in front of real vLLM servers, and what clients ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from tests.vllm.asking import Question
+
+_START_S = 60.0
+_ANSWER_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A router that listens at ``url``."""
+
+    url: str
+    session: aiohttp.ClientSession
+
+    async def tokens(
+        self, question: Question, headers: Mapping[str, str] | None = None, **fields: object
+    ) -> list[int]:
+        """Return the tokens of a good answer, streamed or not."""
+        body = question.body(**fields)
+        tokens: list[int] = []
+        async with (
+            asyncio.timeout(_ANSWER_S),
+            self.session.post(f"{self.url}/v1/completions", json=body, headers=headers) as response,
+        ):
+            content = await response.read()
+            assert response.status == 200, content
+            assert b"kv_transfer_params" not in content
+        events = content.split(b"\n\n") if fields.get("stream") else [content]
+        for event in events:
+            data = event.removeprefix(b"data: ").strip()
+            if data.startswith(b"{"):
+                answer = msgspec.json.decode(data)
+                assert "error" not in answer, answer
+                for choice in answer["choices"]:
+                    tokens += choice.get("token_ids") or []
+        return tokens
+
+    async def figure(self, name: str, **labels: str) -> float:
+        """Return the sum of one of its metrics over all labels but the given ones."""
+        return await self.instance_figure(self.url, name, **labels)
+
+    async def instance_figure(self, url: str, name: str, **labels: str) -> float:
+        """Return the sum of a metric at ``url`` over all labels but the given ones."""
+        async with self.session.get(f"{url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.partition("{")[0].partition(" ")[0] == name and all(w in line for w in wanted)
+        )
+
+
+@asynccontextmanager
+async def routing(folder: Path, *options: str) -> AsyncIterator[RunningRouter]:
+    """Start ``kvferry router`` with ``options``; its log is in ``folder``."""
+    ready = folder / "router.ready"
+    ready.unlink(missing_ok=True)
+    log_path = folder / "router.log"
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvferry.cli.main", "router", "--port", "0",
+            "--ready-file", str(ready), "--shutdown-timeout-s", "1", *options,
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        async with asyncio.timeout(_START_S):
+            while not ready.exists():
+                assert process.returncode is None, log_path.read_text()
+                await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as session:
+            yield RunningRouter(json.loads(ready.read_text())["url"], session)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
