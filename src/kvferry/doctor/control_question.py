@@ -8,7 +8,7 @@ listens, or that the cluster key is another one.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -39,13 +39,12 @@ class _Connection:
     """The handshake is done, so what was sent has been taken."""
     is_refused: bool = False
     """The handshake has failed; ZeroMQ would try again for ever."""
-    opened_s: float | None = None
 
-    def note(self, event: int, now_s: float) -> None:
+    def note(self, event: int) -> None:
         if event & _CONNECTED:
             self.was_connected = True
         elif event & _HANDSHAKE_DONE:
-            self.is_open, self.opened_s = True, now_s
+            self.is_open = True
         elif event & _HANDSHAKE_FAILED or (event & zmq.Event.DISCONNECTED and not self.is_open):
             self.is_refused = True
 
@@ -66,9 +65,11 @@ def ask_control_port(address: str, cluster_key: bytes | None, timeout_s: float) 
     try:
         socket.connect(address)
         socket.send(encode(_SEQUENCE, InstanceQuery()))
-        return _wait(
-            address, socket, monitor, _Deadline(timeout_s), has_key=cluster_key is not None
-        )
+        has_key, deadline = cluster_key is not None, _Deadline(timeout_s)
+        found = _wait(address, socket, monitor, deadline, has_key=has_key)
+        if found.end is ControlEnd.ANSWERED:
+            found = replace(found, round_trip_s=_round_trip_s(socket, deadline))
+        return found
     except zmq.ZMQError as error:
         return ControlFacts(address=address, end=ControlEnd.BAD_ADDRESS, detail=str(error))
     finally:
@@ -116,19 +117,25 @@ def _wait(
         ready = dict(poller.poll(deadline.left_ms()))
         if not ready:
             break
-        now_s = time.monotonic()
         # The monitor first: when both are ready the handshake came before the answer.
         if monitor in ready:
             message = recv_monitor_message(monitor, zmq.NOBLOCK)
-            connection.note(int(message["event"]), now_s)
+            connection.note(int(message["event"]))
         elif socket in ready:
-            return _answered(address, socket.recv_multipart(zmq.NOBLOCK), connection, now_s)
+            return _answered(address, socket.recv_multipart(zmq.NOBLOCK))
     return ControlFacts(address=address, end=connection.end(has_key=has_key))
 
 
-def _answered(
-    address: str, frames: list[bytes], connection: _Connection, now_s: float
-) -> ControlFacts:
+def _round_trip_s(socket: zmq.Socket[bytes], deadline: _Deadline) -> float | None:
+    """Ask again, over the connection that is there by now; None: no answer in the time left."""
+    started_s = time.monotonic()
+    socket.send(encode(_SEQUENCE + 1, InstanceQuery()))
+    if not socket.poll(deadline.left_ms()):
+        return None
+    return time.monotonic() - started_s
+
+
+def _answered(address: str, frames: list[bytes]) -> ControlFacts:
     try:
         envelope = decode(frames[-1])
     except IncompatiblePeerError as error:
@@ -137,11 +144,9 @@ def _answered(
         return _not_understood(address, str(error))
     if not isinstance(envelope.message, InstanceInfo):
         return _not_understood(address, f"a {type(envelope.message).__name__}")
-    opened_s = connection.opened_s
     return ControlFacts(
         address=address,
         end=ControlEnd.ANSWERED,
-        round_trip_s=None if opened_s is None else max(0.0, now_s - opened_s),
         protocol_version=envelope.version,
         info=envelope.message,
     )

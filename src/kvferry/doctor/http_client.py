@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,9 +83,16 @@ class HttpClient:
         except aiohttp.InvalidURL as error:
             raise PeerUnreachableError("this is no URL") from error
         except aiohttp.ClientConnectorError as error:
-            raise PeerUnreachableError(f"no connection: {error.os_error}") from error
+            raise PeerUnreachableError(f"no connection: {_reason(error)}") from error
         except aiohttp.ClientError as error:
             raise PeerUnreachableError(f"{type(error).__name__}: {error}") from error
+
+
+def _reason(error: aiohttp.ClientConnectorError) -> str:
+    number = error.os_error.errno
+    # Of a name that is not known the number is not one of the system's.
+    is_name = isinstance(error, aiohttp.ClientConnectorDNSError)
+    return str(error.os_error) if is_name or number is None else os.strerror(number)
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -31,7 +31,7 @@ _CONTROL_REMEDIES = {
 
 
 def instance_findings(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Iterator[Finding]:
-    """Yield the findings of one instance.
+    """Yield the findings of one instance; its URL is the subject while it does not say who it is.
 
     ``are_hosts_mixed``: the deployment's instances are on more than one host.
     """
@@ -58,10 +58,7 @@ def instance_findings(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Iter
 def _http(instance: InstanceFacts) -> Finding:
     check, http = Check("http", instance.name), instance.http
     if http.error:
-        return check.failed(
-            f"{instance.url}: {http.error}",
-            "start the instance, or correct the URL or the firewall",
-        )
+        return check.failed(http.error, "start the instance, or correct the URL or the firewall")
     if http.health_status != 200:
         said = f"was answered {http.health_status}" if http.health_status else "was not answered"
         return check.failed(
@@ -73,11 +70,11 @@ def _http(instance: InstanceFacts) -> Finding:
             "give --api-key if the instance asks for one: without the model's name no handoff can "
             "be tried",
         )
-    return check.ok(f"{instance.url} healthy{_in_time(http.round_trip_s)}")
+    return check.ok(f"{instance.url} is healthy and {_answers(http.round_trip_s)}")
 
 
-def _in_time(round_trip_s: float | None) -> str:
-    return "" if round_trip_s is None else f", answers in {1e3 * round_trip_s:.1f} ms"
+def _answers(round_trip_s: float | None) -> str:
+    return "answers" if round_trip_s is None else f"answers in {1e3 * round_trip_s:.1f} ms"
 
 
 def _no_control(instance: InstanceFacts) -> Finding:
@@ -107,7 +104,7 @@ def _control(instance: InstanceFacts, control: ControlFacts) -> Finding:
             f"another instance than the one at {instance.url}",
             "end the old process, or correct the address that the instance advertises",
         )
-    return check.ok(f"{control.address} answers{_in_time(control.round_trip_s)}")
+    return check.ok(f"{control.address} {_answers(control.round_trip_s)}")
 
 
 def _how_it_ended(end: ControlEnd) -> str:

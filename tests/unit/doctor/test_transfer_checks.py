@@ -40,7 +40,7 @@ def test_the_bandwidth_is_of_the_bytes_beyond_the_short_prompt() -> None:
     assert speed is not None
     assert (speed.latency_s, speed.is_lower_bound) == (0.002, False)
     assert speed.bytes_per_s == pytest.approx(4e9)
-    assert speed_words(speed) == "2.0 ms and 4.0 GB/s (34.6 MB)"
+    assert speed_words(speed) == "2.0 ms a handoff, then 4.0 GB/s (34.6 MB moved)"
 
 
 def test_the_fastest_of_each_length_counts() -> None:
