@@ -176,7 +176,7 @@ def _layouts(known: Sequence[InstanceFacts]) -> Iterator[Finding]:
             )
     if all_alike:
         yield Check("layout", "all instances").ok(
-            f"{reference.model_name}, {reference.kv_dtype}, blocks of "
+            f"{short_name(reference.model_name)}, {reference.kv_dtype}, blocks of "
             f"{reference.block_size_tokens} tokens and {reference.block_bytes} bytes, "
             f"{reference.attention_backend}"
         )
@@ -197,8 +197,14 @@ def layout_remedy(differing: Sequence[str]) -> str:
 def _shown(layout: KVLayout, name: str) -> str:
     value = layout.compared_fields()[name]
     if name in ("weights_digest", "config_digest"):
-        return f"{str(value)[:12]}… ({layout.model_name})"
+        return f"{str(value)[:12]}… ({short_name(layout.model_name)})"
     return str(value)
+
+
+def short_name(model_name: str) -> str:
+    """Return a model's name, of a path its last part."""
+    is_path = model_name.startswith(("/", "."))
+    return model_name.rstrip("/").rpartition("/")[2] if is_path else model_name
 
 
 def _transports(known: Sequence[InstanceFacts]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from kvferry import __version__
 from kvferry.doctor.facts import DeploymentFacts, InstanceFacts
 from kvferry.doctor.finding import Finding, Result
 from kvferry.doctor.findings import worst
+from kvferry.doctor.fleet_checks import short_name
 
 RECORD_VERSION = 1
 _MARKS = {Result.OK: "ok", Result.WARNING: "WARNING", Result.FAILED: "FAILED"}
@@ -33,7 +34,7 @@ def _kind(instance: InstanceFacts) -> str:
     info = instance.info
     parts = [instance.http.engine]
     if info is not None:
-        parts += [info.layout.model_name, info.layout.kv_dtype, info.transport]
+        parts += [short_name(info.layout.model_name), info.layout.kv_dtype, info.transport]
     return ", ".join(part for part in parts if part)
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvferry.doctor.facts import InstanceFacts, RoutedInstance, RouterFacts
 from kvferry.doctor.finding import Result
 from kvferry.doctor.findings import findings_of
+from kvferry.doctor.fleet_checks import short_name
 from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.doctor.deployment_facts import (
     LAYOUT,
@@ -178,6 +179,14 @@ def test_a_router_without_a_role_has_failed() -> None:
     router = _router(_routed(PREFILL, "prefill"))
     failed = [item for item in not_ok(well(routers=(router,))) if item.check == "router"]
     assert ["no decode instance" in item.found for item in failed] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("/models/tiny/", "tiny"), ("./tiny", "tiny"), ("maker/tiny", "maker/tiny")],
+)
+def test_of_a_path_the_last_part_names_a_model(name: str, shown: str) -> None:
+    assert short_name(name) == shown
 
 
 def test_the_layout_that_all_have_is_shown() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.doctor.facts import HostFacts, PairFacts
+from kvferry.doctor.facts import HandoffSample, HostFacts, PairFacts
 from kvferry.doctor.finding import Result
 from kvferry.doctor.findings import findings_of
 from kvferry.doctor.transfer_checks import speed_of, speed_words
@@ -85,6 +85,18 @@ def test_a_slow_pair_on_one_host_is_warned_of_tcp() -> None:
     assert "1.0 GB/s" in finding.found
     assert "TCP" in finding.found
     assert "ptrace_scope" in finding.remedy
+
+
+def test_the_clients_times_are_not_expected_to_be_as_fast() -> None:
+    def timed(samples: tuple[HandoffSample, ...]) -> tuple[HandoffSample, ...]:
+        return tuple(replace(item, is_reported=False) for item in samples)
+
+    def measured(bytes_per_s: float) -> PairFacts:
+        pair = pair_of(PREFILL, DECODE, bytes_per_s)
+        return replace(pair, short=timed(pair.short), long=timed(pair.long))
+
+    assert not not_ok(well(pairs=(measured(3e9),)))
+    assert "TCP" in only_finding(well(pairs=(measured(1e9),)), Result.WARNING).found
 
 
 def test_shared_memory_is_not_expected_to_be_as_fast_as_nixl() -> None:
