@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.vllm.asking import Client, Question, decode_params, new_transfer_id, random_tokens
+from tests.vllm.conftest import Pair
 from tests.vllm.serving import VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -65,10 +66,17 @@ async def test_pushes_that_never_come_leave_the_pool_to_others(
     await asyncio.wait(legs)
 
 
+async def _answered(
+    client: Client, server: VllmServer, asked: list[tuple[Question, list[int]]]
+) -> list[list[int]]:
+    return [await client.tokens(server.url, question.again()) for question, _ in asked]
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_conversations_beyond_the_pools_end_with_the_right_tokens(
-    prefill: VllmServer, decode: VllmServer, client: Client, mode: str
+    pair: Pair, client: Client, mode: str
 ) -> None:
+    prefill, decode = pair
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def converse(question: Question) -> None:
@@ -83,5 +91,9 @@ async def test_conversations_beyond_the_pools_end_with_the_right_tokens(
     questions = _questions()
     await asyncio.gather(*(converse(question.again()) for question in questions))
     assert len(answers) == 2 * len(questions)
-    for question, tokens in answers:
-        assert tokens == await client.tokens(decode.url, question.again())
+    # One at a time on each.
+    expected = await asyncio.gather(
+        *(_answered(client, server, answers[index::2]) for index, server in enumerate(pair))
+    )
+    assert [tokens for _, tokens in answers[0::2]] == expected[0]
+    assert [tokens for _, tokens in answers[1::2]] == expected[1]
