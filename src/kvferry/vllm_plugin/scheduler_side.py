@@ -168,8 +168,7 @@ class SchedulerHalf:
             self._needs.preempt(request_id)
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_sending:
-                tracked.num_sent_blocks = 0
-                tracked.num_restarts += 1
+                tracked.restart_sending()
                 self._orders.send(RestartSend(tracked.request_id, tracked.transfer.transfer_id))
         sending = []
         for request_id, count in facts.num_scheduled_tokens.items():
@@ -230,7 +229,8 @@ class SchedulerHalf:
         afterwards; what a peer reads at this moment is for a bounded time.
         """
         for tracked in self._tracked.values():
-            tracked.is_sending = False
+            if tracked.is_sending:
+                tracked.stop_sending()
         self._retaining.forget()
 
     # -- receiving ----------------------------------------------------------------------------

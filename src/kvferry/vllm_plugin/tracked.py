@@ -170,6 +170,16 @@ class Tracked:
         """Role prefill, mode push."""
         return self.transfer.role is Role.PREFILL and self.transfer.mode is Mode.PUSH
 
+    def restart_sending(self) -> None:
+        """What was computed so far is void: steps that are under way say nothing of it."""
+        self.num_sent_blocks = 0
+        self.num_restarts += 1
+
+    def stop_sending(self) -> None:
+        """The push has ended, unless the request gets blocks again and begins anew."""
+        self.is_sending = False
+        self.restart_sending()
+
 
 def root_of(request: EngineRequest, fingerprint: bytes) -> BlockHash:
     """Return where the request's chain of block hashes begins: layout, salt, adapter."""

@@ -1,0 +1,86 @@
+"""Pushes that may never come, and a pool whose content is void: what the scheduler half does."""
+
+from __future__ import annotations
+
+from kvferry.protocol.ids import RequestId
+from kvferry.vllm_plugin.orders import AdvanceSend, Answer, BeginSend, FillEnd, Forget, StepReport
+from kvferry.vllm_plugin.tracked import StepFacts
+from tests.unit.vllm_plugin.fake_engine import BLOCK, blocks
+from tests.unit.vllm_plugin.scheduler_rig import (
+    NOTHING,
+    PEER_FIELDS,
+    SchedulerRig,
+    add_decode,
+    add_prefill,
+    answered,
+)
+
+
+def test_pushes_that_may_never_come_have_a_share_of_the_pool_only() -> None:
+    rig = SchedulerRig(max_registered_share=0.25)
+    fields = {"role": "decode", "mode": "push", "peer": PEER_FIELDS}
+    legs = [rig.add(name, 5 * BLOCK, **fields) for name in "ab"]
+    assert rig.half.count_external(legs[0], 0) == 5 * BLOCK
+    rig.allocate(legs[0], 0, 5, external=5 * BLOCK)
+    assert rig.half.count_external(legs[1], 0) is None, "8 blocks are the share"
+    assert rig.half.count_external(legs[1], 2 * BLOCK) == 3 * BLOCK
+    assert rig.half.plan_step(NOTHING).is_waiting
+    assert not rig.half.plan_step(NOTHING).is_waiting
+    rig.half.note_step_done(StepReport(1, admitted=(RequestId("a"),)))
+    assert rig.half.count_external(legs[1], 0) == 5 * BLOCK
+
+
+def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
+    rig = SchedulerRig(max_registered_share=0.25)
+    request = add_decode(rig, num_tokens=20 * BLOCK, mode="push")
+    assert rig.half.count_external(request, 0) is None
+    rig.half.note_step_done(StepReport(1, admitted=(RequestId("d"), RequestId("unknown"))))
+    assert rig.half.count_external(request, 0) == 20 * BLOCK
+
+
+def test_a_push_that_has_failed_leaves_its_share_to_others() -> None:
+    rig = SchedulerRig(max_registered_share=0.25)
+    request = add_decode(rig, num_tokens=8 * BLOCK, mode="push")
+    other = rig.add("o", 8 * BLOCK, role="decode", mode="push", peer=PEER_FIELDS)
+    rig.allocate(request, 0, 8, external=8 * BLOCK)
+    assert rig.half.count_external(other, 0) is None
+    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
+    assert rig.half.count_external(other, 0) == 8 * BLOCK
+
+
+def test_nothing_of_a_content_that_is_void_is_kept_or_sent() -> None:
+    rig = SchedulerRig()
+    rig.end(answered(rig))
+    request = add_prefill(rig, mode="push")
+    rig.allocate(request, 20, 3, external=0)
+    rig.half.plan_step(StepFacts({"p": 6}))
+    rig.orders.take()
+    rig.orders.answer = Answer(returned=blocks(0, 1))
+    rig.half.forget_content()
+    assert rig.orders.take() == [Forget()]
+    assert rig.pool.held() == {20: 1, 21: 1, 22: 1}
+    rig.half.note_step_done(StepReport(1))
+    rig.half.plan_step(NOTHING)
+    assert rig.orders.take() == [], "neither sent, nor let go of twice"
+
+
+def test_a_push_that_begins_anew_sends_nothing_of_steps_from_before() -> None:
+    rig = SchedulerRig()
+    request = add_prefill(rig, mode="push")
+    rig.allocate(request, 0, 3, external=0)
+    rig.half.plan_step(StepFacts({"p": 4}))
+    rig.half.note_step_done(StepReport(1))
+    rig.half.plan_step(StepFacts({"p": 8}))
+    rig.half.forget_content()
+    # Preempted, and not scheduled again in the same step.
+    rig.half.plan_step(StepFacts({}, frozenset({"p"})))
+    rig.orders.take()
+    rig.allocate(request, 20, 3, external=0)
+    assert [type(order) for order in rig.orders.take()] == [BeginSend]
+    rig.half.note_step_done(StepReport(3))
+    assert rig.orders.take() == []
+    rig.half.plan_step(StepFacts({"p": 8}))
+    rig.half.note_step_done(StepReport(4))
+    (advance,) = rig.orders.take()
+    assert isinstance(advance, AdvanceSend)
+    assert advance.blocks == blocks(20, 21)
