@@ -5,6 +5,7 @@ On the scheduler's thread only: nobody else may touch that pool.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,10 @@ from kvferry.vllm_plugin.orders import Answer, Forget, LetGo, MakeRoom, Order, R
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks, root_of
 
+MAX_FORGET_TRIES = 50
+_FORGET_STEP_S = 0.005
+"""Together 0.25 s for what peers read or are sent at the moment of a reset: an update of weights
+fails while they do. The engine stands still meanwhile."""
 _STEPS_TO_COME_BACK = 3
 """Until then, what was given up may still be on its way through a step's report."""
 
@@ -37,6 +42,12 @@ class PoolReferences:
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
+        self._num_taken = 0
+
+    @property
+    def num_taken(self) -> int:
+        """References that have not been given back."""
+        return self._num_taken
 
     @property
     def num_free(self) -> int:
@@ -45,10 +56,12 @@ class PoolReferences:
 
     def take(self, blocks: Sequence[BlockNumber]) -> None:
         """Take one on each block."""
+        self._num_taken += len(blocks)
         self._pool.touch([self._pool.blocks[block] for block in blocks])
 
     def give_back(self, blocks: Sequence[BlockNumber]) -> None:
         """Give one of each block back; tails of a sequence are reused before its head."""
+        self._num_taken -= len(blocks)
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 
@@ -112,9 +125,16 @@ class Retaining:
             self._orders.send(MakeRoom(short - len(leaving)))
 
     def forget(self) -> None:
-        """Retain, offer and send nothing of what the pool holds; take back what nobody reads."""
+        """Retain, offer and send nothing of what the pool holds; take all references back.
+
+        What a peer goes on reading is left to come back by itself.
+        """
         self._retained.clear()
-        self._references.give_back(self._orders.ask(Forget()).returned)
+        for _ in range(MAX_FORGET_TRIES):
+            self._references.give_back(self._orders.ask(Forget()).returned)
+            if not self._references.num_taken:
+                return
+            time.sleep(_FORGET_STEP_S)
 
     def _let_go(self, hashes: Hashes) -> None:
         if hashes:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.protocol.ids import RequestId
-from kvferry.vllm_plugin.orders import AdvanceSend, Answer, BeginSend, FillEnd, Forget, StepReport
+from kvferry.vllm_plugin.orders import (
+    AdvanceSend,
+    Answer,
+    BeginSend,
+    Blocks,
+    FillEnd,
+    Forget,
+    Order,
+    StepReport,
+)
+from kvferry.vllm_plugin.retaining import MAX_FORGET_TRIES
 from kvferry.vllm_plugin.tracked import StepFacts
 from tests.unit.vllm_plugin.fake_engine import BLOCK, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
@@ -62,6 +74,44 @@ def test_nothing_of_a_content_that_is_void_is_kept_or_sent() -> None:
     rig.half.note_step_done(StepReport(1))
     rig.half.plan_step(NOTHING)
     assert rig.orders.take() == [], "neither sent, nor let go of twice"
+
+
+class _Answers:
+    """Tells at each question what has come back since."""
+
+    def __init__(self, *returned: Blocks) -> None:
+        self.num_asked = 0
+        self._returned = list(returned)
+
+    def __call__(self, order: Order) -> Answer:
+        self.num_asked += 1
+        return Answer(returned=self._returned.pop(0) if self._returned else ())
+
+
+def test_a_reset_waits_for_what_a_peer_reads_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = SchedulerRig()
+    rig.end(answered(rig))
+    answers = _Answers(blocks(1), (), blocks(0))
+    monkeypatch.setattr(rig.orders, "ask", answers)
+    rig.half.forget_content()
+    assert answers.num_asked == 3
+    assert rig.pool.held() == {}
+
+
+def test_a_reset_does_not_wait_for_a_peer_that_reads_on_and_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = SchedulerRig()
+    rig.end(answered(rig))
+    answers = _Answers(blocks(1))
+    monkeypatch.setattr(rig.orders, "ask", answers)
+    rig.half.forget_content()
+    assert answers.num_asked == MAX_FORGET_TRIES
+    assert rig.pool.held() == {0: 1}
+    rig.half.note_step_done(StepReport(1, blocks(0)))
+    assert rig.pool.held() == {}
 
 
 def test_a_push_that_begins_anew_sends_nothing_of_steps_from_before() -> None:
