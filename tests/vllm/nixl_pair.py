@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.clock import SystemClock
+from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.vllm_command import VllmInstance
-from kvferry.cluster.vllm_process import VllmProcess, free_ports
+from kvferry.cluster.vllm_process import VllmProcess, free_ports, session_members
 from tests.vllm.conftest import CHUNKS, Answers
 from tests.vllm.serving import READY_S, environment_folder
 
@@ -31,6 +33,17 @@ class NixlPair:
     prefill: VllmProcess
     decode: VllmProcess
     options: tuple[str, ...]
+
+
+def kill(process: VllmProcess) -> None:
+    """End all of an instance's processes at once, and remove what they leave in shared memory."""
+    members = session_members(process.pid)
+    left = {path for pid in members for path in shared_memory_of(pid)}
+    for pid in members:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for path in left:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry.cluster.vllm_process import session_members
 from tests.vllm.conftest import Answers
-from tests.vllm.nixl_pair import HITS, NixlPair, chosen_of, running_nixl
+from tests.vllm.nixl_pair import HITS, NixlPair, chosen_of, kill, running_nixl
 from tests.vllm.routing import RunningRouter, routing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -55,8 +52,7 @@ async def test_a_prefill_instance_that_dies_does_not_leave_decode_waiting(
     async with asyncio.timeout(60):
         while not await router.figure("kvferry_router_instance_inflight", role="prefill"):
             await asyncio.sleep(0.01)
-    for pid in session_members(nixl_pair.prefill.pid):
-        os.kill(pid, signal.SIGKILL)
+    kill(nixl_pair.prefill)
     assert await asked == expected
     fallback = {"outcome": "fallback_decode_only"}
     assert await router.figure("kvferry_router_requests_total", **fallback) == 1
