@@ -36,12 +36,16 @@ class NixlPair:
 
 
 def kill(process: VllmProcess) -> None:
-    """End all of an instance's processes at once, and remove what they leave in shared memory."""
+    """End all of an instance's processes at once, and remove what they leave in shared memory.
+
+    Python's resource trackers, which serve nobody, remove the semaphores and end by themselves.
+    """
     members = session_members(process.pid)
     left = {path for pid in members for path in shared_memory_of(pid)}
     for pid in members:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        with suppress(OSError):
+            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
     for path in left:
         path.unlink(missing_ok=True)
 
