@@ -62,6 +62,18 @@ def new_transfer_id() -> str:
     return "test-" + secrets.token_hex(8)
 
 
+def open_session() -> aiohttp.ClientSession:
+    """A session with a connection of its own for each request.
+
+    vLLM closes one that has been idle for 5 s, and a stopped server closes all when it goes on: a
+    request sent into such a one fails without a fault of anybody.
+    """
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(force_close=True),
+    )
+
+
 class Client:
     """Requests to servers, by their URLs."""
 

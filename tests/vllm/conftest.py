@@ -9,11 +9,10 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from kvferry.engine.bundled_model import bundled_model_dir
-from tests.vllm.asking import REQUEST_TIMEOUT_S, Client, Question, random_tokens
+from tests.vllm.asking import Client, Question, open_session, random_tokens
 from tests.vllm.serving import VllmServer, idle_share, running, start
 
 LENGTHS = (
@@ -116,7 +115,7 @@ def plain_answers(plain: Plain) -> Answers:
 
 
 async def _answers(server: VllmServer, questions: list[Question]) -> Answers:
-    async with aiohttp.ClientSession() as session:
+    async with open_session() as session:
         client = Client(session)
         return [(q, await client.tokens(server.url, q)) for q in questions]
 
@@ -156,6 +155,5 @@ def decode(pair: Pair) -> VllmServer:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with open_session() as session:
         yield Client(session)
