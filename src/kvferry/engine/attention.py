@@ -150,11 +150,15 @@ def _gather(paged: PagedBatch, pages: Tensor, heads: _Heads, num_sequences: int)
     return rows.view(2, num_sequences, -1, num_kv_heads, head_size).transpose(2, 3)
 
 
+def _gather_past(paged: PagedBatch, chunk: ChunkSegment, pages: Tensor, heads: _Heads) -> Tensor:
+    """Copy the pages of a chunk's past, without what stands after it in the last of them."""
+    return _gather(paged, pages, heads, 1)[..., : chunk.num_past_tokens, :]
+
+
 def _gather_by_head(paged: PagedBatch, rows: Tensor, heads: _Heads) -> Tensor:
     """Copy rows into ``[keys or values, kv_heads, tokens, head_size]``, each head contiguous.
 
-    Whole products want it so, and putting gathered pages in that order afterwards takes longer
-    than both products together.
+    Whole products want it so; one copy does it, where gathering pages needs another for the order.
     """
     num_kv_heads, head_size = heads.key.shape[1], heads.key.shape[3]
     gathered = torch.index_select(paged.slots.view(-1, head_size), 0, rows)
@@ -180,7 +184,7 @@ def _attend_chunk(paged: PagedBatch, chunk: ChunkSegment, heads: _Heads, layer: 
         return _attend_long_past(own, everything, chunk.scratch)
     past = None
     if chunk.gather is not None:
-        past = _gather(paged, chunk.gather[layer], heads, 1)[..., : chunk.num_past_tokens, :]
+        past = _gather_past(paged, chunk, chunk.gather[layer], heads)
     on_cpu = own.query.device.type == "cpu"
     return (_attend_chunk_on_cpu if on_cpu else _attend_chunk_anywhere)(own, past)
 
@@ -198,7 +202,7 @@ def _attend_last_token(paged: PagedBatch, chunk: ChunkSegment, heads: _Heads, la
     if chunk.gather is not None and chunk.scratch is not None:
         keys, values = _gather_by_head(paged, chunk.gather[layer], heads).unsqueeze(1)
     elif chunk.gather is not None:
-        past = _gather(paged, chunk.gather[layer], heads, 1)[..., : chunk.num_past_tokens, :]
+        past = _gather_past(paged, chunk, chunk.gather[layer], heads)
         keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
     rows = own.query[:, :, -1].reshape(1, keys.shape[1], own.group, -1)
     last = scaled_dot_product_attention(rows, keys, values, scale=own.scaling)
