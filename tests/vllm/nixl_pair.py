@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.clock import SystemClock
 from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.vllm_command import VllmInstance
-from kvferry.cluster.vllm_process import VllmProcess, free_ports, session_members
+from kvferry.cluster.vllm_process import VllmProcess, free_ports, kill_session, session_members
 from tests.vllm.conftest import CHUNKS, Answers
 from tests.vllm.serving import READY_S, environment_folder
 
@@ -36,16 +35,10 @@ class NixlPair:
 
 
 def kill(process: VllmProcess) -> None:
-    """End all of an instance's processes at once, and remove what they leave in shared memory.
-
-    Python's resource trackers, which serve nobody, remove the semaphores and end by themselves.
-    """
+    """End all of an instance's processes at once, and remove what they leave in shared memory."""
     members = session_members(process.pid)
     left = {path for pid in members for path in shared_memory_of(pid)}
-    for pid in members:
-        with suppress(OSError):
-            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+    kill_session(process.pid, trackers_too=False)
     for path in left:
         path.unlink(missing_ok=True)
 

@@ -26,6 +26,8 @@ _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2)
 _GRACE_S = 20.0
 _END_S = 10.0
 """From SIGKILL to the end of every process."""
+_TRACKERS_S = 5.0
+"""Of those, how long resource trackers have to end by themselves."""
 
 
 class VllmProcess:
@@ -97,17 +99,31 @@ class VllmProcess:
             path.unlink(missing_ok=True)
 
     async def _end_session(self) -> None:
-        end_s = self._clock.monotonic_s() + _END_S
+        began_s = self._clock.monotonic_s()
         while session_members(self._process.pid):
-            self._signal(signal.SIGKILL)
-            if self._clock.monotonic_s() >= end_s:
+            for_s = self._clock.monotonic_s() - began_s
+            if for_s >= _END_S:
                 raise ClusterError(f"processes of {self._process.name} do not end")
+            kill_session(self._process.pid, trackers_too=for_s >= _TRACKERS_S)
             await asyncio.sleep(_POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in session_members(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def kill_session(session: int, *, trackers_too: bool) -> None:
+    """Kill the processes of a session.
+
+    Without ``trackers_too``, Python's resource trackers are left: they serve nobody, remove the
+    semaphores that the others have left, and end by themselves.
+    """
+    for pid in session_members(session):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if trackers_too or b"resource_tracker" not in command:
+                os.kill(pid, signal.SIGKILL)
 
 
 def session_members(session: int) -> list[int]:

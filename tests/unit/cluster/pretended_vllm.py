@@ -8,18 +8,23 @@ from pathlib import Path
 
 _PROGRAM = """
     #!{python}
-    import mmap, os, signal, subprocess, sys
+    import _multiprocessing, mmap, os, signal, subprocess, sys
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
     from multiprocessing import resource_tracker
 
     arguments = sys.argv[1:]
     if "--die" in arguments:
         sys.exit("nothing works here")
-    # As an engine's process: it hears of no end but SIGKILL.
+    # As an engine's process: it hears of no end but SIGKILL, and the tracker lasts until then.
     child = subprocess.Popen(
         [sys.executable, "-c",
-         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
+        pass_fds=[resource_tracker.getfd()],
     )
+    # A semaphore that no process has mapped: only Python's resource tracker knows of it.
+    semaphore = f"/kvferry-test-{{os.getpid()}}"
+    _multiprocessing.SemLock(1, 1, 1, semaphore, False)
+    resource_tracker.register(semaphore, "semaphore")
     name = f"/dev/shm/kvferry-test-{{os.getpid()}}"
     with open(name, "wb+") as file:
         file.truncate(4096)

@@ -50,7 +50,7 @@ def _states(pids: list[int]) -> set[str]:
 
 async def test_all_of_its_processes_stand_still_and_go_on(process: VllmProcess) -> None:
     members = session_members(process.pid)
-    assert len(members) == 2
+    assert len(members) == 3
     process.pause()
     async with asyncio.timeout(_DEADLINE_S):
         while _states(members) != {"T"}:
@@ -63,13 +63,14 @@ async def test_all_of_its_processes_stand_still_and_go_on(process: VllmProcess) 
 @pytest.mark.parametrize("is_paused", [True, False])
 async def test_nothing_of_it_is_left(process: VllmProcess, is_paused: bool) -> None:
     shared = [path for pid in session_members(process.pid) for path in shared_memory_of(pid)]
-    assert [path.exists() for path in shared] == [True]
+    semaphore = Path(f"/dev/shm/sem.kvferry-test-{process.pid}")
+    assert [path.exists() for path in (*shared, semaphore)] == [True, True]
     if is_paused:
         process.pause()
     await process.stop()
     await process.stop()
     assert session_members(process.pid) == []
-    assert not shared[0].exists()
+    assert [path.exists() for path in (*shared, semaphore)] == [False, False]
     assert process.has_ended
 
 
