@@ -135,7 +135,10 @@ class Generation:
 
     def abort_choice(self, choice: int) -> None:
         """Have the engine stop one choice; its last output still comes."""
-        self._engine.abort(self._requests[choice].request_id)
+        request_id = self._requests[choice].request_id
+        # Leaving must not do it again, should that output be late.
+        self._running.discard(request_id)
+        self._engine.abort(request_id)
 
     async def next_outputs(self, timeout_s: float | None = None) -> list[ChoiceOutput]:
         """Return everything that has come since the last call, at least one output.
