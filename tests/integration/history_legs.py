@@ -41,8 +41,12 @@ class Talk:
     @property
     def num_held_tokens(self) -> int:
         """What the instance that answered the first turn holds: the last token has no KV."""
-        num_tokens = len(self.first["prompt"]) + len(self.first_right) - 1
-        return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        return len(self.first["prompt"]) + len(self.first_right) - 1
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of those tokens, the last one filled in part or not."""
+        return -(-self.num_held_tokens // BLOCK_TOKENS)
 
 
 async def known_talk(client: Client, program: Program, num_tokens: int, num_new: int) -> Talk:

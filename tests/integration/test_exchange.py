@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import ConfigError, LocalProtocolError, RequestError, TransferError
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
@@ -176,7 +177,8 @@ def test_a_peer_to_whom_no_link_can_be_opened_costs_no_wait(
         peer, blocks = prefill.exchange.address, decode.pool.allocate(8)
         if kind == "history":
             decode.exchange.contact(peer)
-            decode.exchange.read_history(peer, [BlockHash(b"h" * 32)] * 8, blocks, 1)
+            wish = HistoryWish((BlockHash(b"h" * 32),) * 8, tuple(blocks), (), 16, 1)
+            decode.exchange.read_history(peer, wish)
         else:
             decode.exchange.begin_receive(TRANSFER, peer, PROMPT, mode=Mode(kind))
             with contextlib.suppress(LocalProtocolError):  # A push may have failed by now.

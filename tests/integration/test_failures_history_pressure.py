@@ -34,7 +34,8 @@ from tests.integration.history_legs import (
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS, NUM_NEW_TOKENS = 150, 70
-NUM_HELD_BLOCKS = 9
+NUM_HELD_BLOCKS = 10
+"""The last of them is filled in part."""
 HOLDER_BLOCKS = 60
 RETENTION_S = 2.0
 OPTIONS = ("--transport", "nixl", "--max-held-share", "1", "--enable-dev-endpoints")
@@ -78,7 +79,7 @@ async def talk(client: Client, deployment: Deployment, known_talks: list[Talk]) 
     if not known_talks:
         plain = deployment["prefill"]
         known_talks.append(await known_talk(client, plain, NUM_TOKENS, NUM_NEW_TOKENS))
-    assert known_talks[0].num_held_tokens == NUM_HELD_BLOCKS * 16
+    assert known_talks[0].num_held_blocks == NUM_HELD_BLOCKS
     return known_talks[0].again()
 
 
@@ -94,7 +95,7 @@ async def test_prompts_that_fit_beside_it_leave_a_history_alone(
     assert read_back(answer) == ("received", talk.num_held_tokens)
 
 
-@pytest.mark.parametrize("num_lost", [3, 5, 6, 8])
+@pytest.mark.parametrize("num_lost", [1, 4, 6, 7, 9])
 async def test_a_prompt_that_needs_its_blocks_takes_a_historys_tail(
     client: Client, deployment: Deployment, talk: Talk, num_lost: int
 ) -> None:

@@ -141,18 +141,19 @@ def test_six_turns_move_only_what_each_side_lacks(
     prefill, decode, _ = trio
     tokens = first_turn(prefill, decode)
     for number in range(5):
-        held = full_blocks(len(tokens) - 1)
+        held = len(tokens) - 1
         prompt = [*tokens, *random_prompt(67, 100 + number)]
         turn = begin(prefill, decode, prompt, holder=decode, mode=mode)
         answer = turn.wait()
         assert answer.tokens == expected(plain, prompt)
         report = turn.report
         assert (report.read_back_outcome, report.num_read_back_tokens) == ("received", held)
-        assert report.num_read_back_bytes == held // BLOCK * decode.block_bytes
+        assert report.num_read_back_bytes == -(-held // BLOCK) * decode.block_bytes
         assert report.num_computed_tokens == len(prompt) - held
         received = report_of(answer)
         assert received.prefill == report
-        assert received.num_cached_tokens == held, "decode's own history is not moved"
+        cached = full_blocks(held)
+        assert received.num_cached_tokens == cached, "decode's own history is not moved"
         tokens = [*prompt, *answer.tokens]
         prefill.engine.reset_prefix_cache()
 
@@ -358,4 +359,4 @@ def test_over_a_far_link_much_is_moved_and_little_is_computed(folder: Path) -> N
             assert report is not None
             outcomes.append((report.num_read_back_tokens, report.read_back_outcome))
             prefill.exchange.withdraw(transfer.transfer_id)
-    assert outcomes == [(2000, "received"), (112, "received"), (0, ""), (2000, "received")]
+    assert outcomes == [(2001, "received"), (113, "received"), (0, ""), (2001, "received")]

@@ -91,7 +91,7 @@ async def test_a_conversation_goes_on(
         await num_read_backs(client, prefill, "received"),
         await num_leases(client, decode, "read"),
     )
-    for num_held in (0, 160, 256):
+    for num_held in (0, 170, 261):
         right = await client.plain(plain, body | {"stream": False})
         answer = await Turn(client, prefill, decode, body, history, mode).run()
         assert answer.token_ids == right
@@ -99,7 +99,8 @@ async def test_a_conversation_goes_on(
         assert read_back(answer) == (("received", num_held) if num_held else ("gone", 0))
         num_computed = len(body["prompt"]) - num_held
         assert prefill_report(answer)["num_computed_tokens"] == num_computed
-        assert answer.report["num_cached_tokens"] == num_held, "decode's own history stays put"
+        num_cached = num_held // BLOCK_TOKENS * BLOCK_TOKENS
+        assert answer.report["num_cached_tokens"] == num_cached, "decode's own history stays put"
         assert answer.outcome == "received"
         body = body | {"prompt": [*body["prompt"], *right, *fresh_prompt(70)]}
         if name == "prefill":
@@ -140,11 +141,11 @@ async def test_a_history_that_ends_in_a_partial_block(
 ) -> None:
     prefill, decode = deployment["prefill"], deployment["decode"]
     talk = await known_talk(client, plain, 7 * BLOCK_TOKENS - 5 + num_more, 70)
-    assert talk.num_held_tokens == 7 * BLOCK_TOKENS
+    assert talk.num_held_tokens == 7 * BLOCK_TOKENS + num_more
     await begin_talk(client, decode, talk)
     answer = await Turn(client, prefill, decode, talk.second, history, mode).run()
     assert answer.token_ids == talk.second_right
-    assert read_back(answer) == ("received", 7 * BLOCK_TOKENS)
+    assert read_back(answer) == ("received", talk.num_held_tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -167,7 +168,9 @@ async def test_a_turn_sent_twice_and_its_forks_at_once(
     wanted = [right for right in [*rights, talk.second_right, talk.second_right] for _ in PREFILLS]
     assert [answer.token_ids for answer in answers] == wanted
     outcomes = [read_back(answer)[0] for answer in answers]
-    assert outcomes.count("received") >= len(bodies), outcomes
+    # Of a push, an earlier one may have left little for decode, or prefill, to lack.
+    assert outcomes.count("received") >= (len(bodies) if mode == "pull" else 1), outcomes
+    assert set(outcomes) <= {"received", "gone", ""}, outcomes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -195,7 +198,7 @@ async def test_a_turn_that_ends_its_conversation(
     await begin_talk(client, decode, talk)
     held = (await client.instance(decode))["retained"]
     assert held["num_conversations"] == before["num_conversations"] + 1
-    assert held["num_blocks"] == before["num_blocks"] + talk.num_held_tokens // BLOCK_TOKENS
+    assert held["num_blocks"] == before["num_blocks"] + talk.num_held_blocks
     turn = Turn(client, prefill, decode, talk.second, history, mode, retention_s=0)
     answer = await turn.run()
     assert answer.token_ids == talk.second_right

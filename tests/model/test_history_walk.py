@@ -11,12 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from kvferry.blocks.partials import partial_content
 from kvferry.connector.effects import (
     SendAcquireHistory,
     SendRelease,
 )
 from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
+from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import AcquireHistory
@@ -24,9 +26,8 @@ from tests.model.read_walk import HOLDER, PEER, READER, Flight, ReadWalk
 
 NUM_BLOCKS = 12
 LENGTH = 4
-CONVERSATIONS = [
-    block_hashes(chain_root(b"f" * 32, salt=salt), range(16 * LENGTH), 16) for salt in "abcde"
-]
+TOKENS = range(16 * LENGTH)
+CONVERSATIONS = [block_hashes(chain_root(b"f" * 32, salt=salt), TOKENS, 16) for salt in "abcde"]
 FOREIGN = BlockHash(b"\xff" * 32)
 
 
@@ -47,7 +48,7 @@ class HistoryWalk(ReadWalk):
         assert isinstance(effect, SendAcquireHistory)
         message = AcquireHistory(
             READER, Epoch(1), Epoch(1), effect.transfer_id, effect.block_hashes,
-            effect.min_blocks, effect.duration_s,
+            effect.min_blocks, effect.duration_s, want_partials=effect.want_partials,
         )  # fmt: skip
         reply, effects = self.planners[HOLDER].answer_acquire("reader/1", message)
         self.run(effects)
@@ -58,7 +59,7 @@ class HistoryWalk(ReadWalk):
     def holder_answers(self, hashes: list[BlockHash]) -> None:
         pool = self.pools[HOLDER]
         cached = pool.acquire_cached(hashes)
-        lacking = LENGTH - len(cached)
+        lacking = len(hashes) - len(cached)
         if lacking <= pool.num_free:
             fresh = pool.allocate(lacking)
             for block, block_hash in zip(fresh, hashes[len(cached) :], strict=True):
@@ -66,6 +67,29 @@ class HistoryWalk(ReadWalk):
                 pool.publish(block, block_hash)
             cached += fresh
         pool.drop(cached)
+
+    @rule(
+        hashes=st.sampled_from(CONVERSATIONS),
+        num_full=st.integers(1, LENGTH - 1),
+        num_tokens=st.integers(1, 15),
+        is_edited=st.booleans(),
+    )
+    def holder_answers_less(
+        self, hashes: list[BlockHash], num_full: int, num_tokens: int, is_edited: bool
+    ) -> None:
+        """It ends within a block, perhaps with other tokens than the reader's."""
+        pool = self.pools[HOLDER]
+        self.holder_answers(hashes[:num_full])
+        if pool.num_free and pool.match(hashes[:num_full]) == num_full:
+            start = 16 * num_full + (1000 if is_edited else 0)
+            content = partial_content(hashes[num_full - 1], range(start, start + num_tokens))
+            cached = pool.acquire_cached(hashes[:num_full])
+            if pool.num_free:
+                (block,) = pool.allocate(1)
+                cached.append(block)
+                self.held_content[block] = content.block_hash
+                pool.publish_partial(block, content)
+            pool.drop(cached)
 
     @precondition(lambda self: self.pools[HOLDER].num_free > 0)
     @rule(data=st.data())
@@ -80,7 +104,8 @@ class HistoryWalk(ReadWalk):
     @rule(hashes=st.sampled_from(CONVERSATIONS), min_blocks=st.integers(0, LENGTH))
     def ask(self, hashes: list[BlockHash], min_blocks: int) -> None:
         blocks = self.pools[READER].allocate(LENGTH)
-        name, effects = self.planners[READER].read_history(PEER, hashes, blocks, min_blocks)
+        wish = HistoryWish(tuple(hashes), tuple(blocks), TOKENS, 16, min_blocks)
+        name, effects = self.planners[READER].read_history(PEER, wish)
         self.asked[name] = (hashes, blocks)
         self.run(effects)
 
@@ -139,9 +164,14 @@ class HistoryWalk(ReadWalk):
     def engine_collects(self) -> None:
         for result in self.planners[READER].take_results():
             hashes, blocks = self.asked.pop(result.transfer_id)
-            count = result.num_blocks
-            assert (count > 0) == (result.outcome is ReceiveOutcome.RECEIVED)
-            assert [self.read_content[b] for b in blocks[:count]] == hashes[:count]
+            assert (result.num_blocks > 0) == (result.outcome is ReceiveOutcome.RECEIVED)
+            num_full = result.num_blocks
+            if result.num_partial_tokens:
+                num_full -= 1
+                tokens = TOKENS[16 * num_full :][: result.num_partial_tokens]
+                own = partial_content(hashes[num_full - 1], tokens)
+                assert self.read_content[blocks[num_full]] == own.block_hash
+            assert [self.read_content[b] for b in blocks[:num_full]] == hashes[:num_full]
             self.pools[READER].drop(blocks)
 
     def end_all(self) -> None:

@@ -14,6 +14,7 @@ from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
 from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
+from kvferry.connector.wish import HistoryWish
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import InstanceId, new_epoch
@@ -44,7 +45,8 @@ class BlockReader:
         root = chain_root(self._layout.fingerprint(), salt=question.salt, lora="")
         hashes = block_hashes(root, question.tokens, size)
         blocks = self._pool.allocate(len(hashes))
-        name = self._exchange.read_history(peer, hashes, blocks, len(hashes))
+        wish = HistoryWish(tuple(hashes), tuple(blocks), question.tokens, size, len(hashes))
+        name = self._exchange.read_history(peer, wish)
         result = self._wait()
         self._exchange.end_receive(name, needed=True)
         assert (result.outcome, result.num_blocks) == (ReceiveOutcome.RECEIVED, len(hashes)), result

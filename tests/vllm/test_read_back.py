@@ -33,12 +33,17 @@ async def test_a_conversation_is_read_back_streamed_or_not(
     for turn in range(num_turns):
         ask = client.tokens if turn % 2 else client.streamed_tokens
         answer = await ask(decode.url, question)
-        num_held = (len(question.tokens) + len(answer) - 1) // _BLOCK * _BLOCK
+        num_held = _num_held(question, answer)
         question = question.continued(answer, 200, 80 + turn)
     expected = await client.tokens(prefill.url, question.again())
     offered = await client.prefill(prefill.url, question, history=hint(decode.peer()))
     assert num_read_back(offered) == num_held
     assert await client.tokens(decode.url, question, kv_transfer_params=offered) == expected
+
+
+def _num_held(question: Question, answer: list[int]) -> int:
+    """Return how many tokens a conversation's holder has: the answer's last one has no KV."""
+    return len(question.tokens) + len(answer) - 1
 
 
 async def _next_answer(
@@ -77,7 +82,10 @@ async def test_six_turns_with_a_fork_and_an_edit_give_the_tokens_of_a_plain_serv
         if turn == 4:
             edited = (*question.tokens[:400], 5, *question.tokens[401:])
             question = dataclasses.replace(question, tokens=edited)
-    assert read_back == [0, 2 * _BLOCK, 3 * _BLOCK, 3 * _BLOCK, 5 * _BLOCK, 3 * _BLOCK]
+    held = [_num_held(*turn) for turn in turns]
+    # What the fork has in common with the turn that came between, in whole blocks.
+    shared = (held[1] + 1) // _BLOCK * _BLOCK
+    assert read_back == [0, held[0], held[1], shared, held[3], 3 * _BLOCK]
     await client.reset_at_last(prefill.url)
     for question, tokens in turns:
         assert tokens == await client.tokens(prefill.url, question.again())
@@ -87,7 +95,8 @@ async def test_a_read_back_and_a_push_join_in_one_request(
     prefill: VllmServer, decode: VllmServer, client: Client
 ) -> None:
     first = Question(random_tokens(900, 95))
-    question = first.continued(await client.tokens(decode.url, first), 300, 96)
+    answer = await client.tokens(decode.url, first)
+    question = first.continued(answer, 300, 96)
     expected = await client.tokens(prefill.url, question.again())
     transfer_id = new_transfer_id()
     params = decode_params(transfer_id, prefill.peer(), "push")
@@ -98,7 +107,7 @@ async def test_a_read_back_and_a_push_join_in_one_request(
         client.tokens(decode.url, question, kv_transfer_params=params),
     )
     assert tokens == expected
-    assert num_read_back(offered) == 7 * _BLOCK
+    assert num_read_back(offered) == _num_held(first, answer)
 
 
 async def test_an_edited_history_is_read_back_up_to_the_edit(

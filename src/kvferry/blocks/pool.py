@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.blocks.partials import PartialBlocks, PartialContent
 from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
 
@@ -71,6 +72,7 @@ class BlockPool:
         self._on_retained_lost: Callable[[BlockHash], None] | None = None
         self._hash_by_block: dict[BlockNumber, BlockHash] = {}
         self._block_by_hash: dict[BlockHash, BlockNumber] = {}
+        self._partials = PartialBlocks()
 
     @property
     def num_free(self) -> int:
@@ -128,6 +130,15 @@ class BlockPool:
                 self._references[block] += 1
             return found
 
+    def acquire_partials(
+        self, parent: BlockHash, max_count: int
+    ) -> list[tuple[PartialContent, BlockNumber]]:
+        """Return what was published as partial after the block ``parent``, newest first, with one
+        more reference each."""
+        with self.lock:
+            contents = self._partials.after(parent, max_count)
+            return [(c, self.acquire_cached([c.block_hash])[0]) for c in contents]
+
     def hold(self, blocks: Sequence[BlockNumber]) -> None:
         """Add one reference to each of ``blocks``; a block named twice gets two.
 
@@ -176,6 +187,15 @@ class BlockPool:
             if block_hash not in self._block_by_hash:
                 self._block_by_hash[block_hash] = block
                 self._hash_by_block[block] = block_hash
+
+    def publish_partial(self, block: BlockNumber, content: PartialContent) -> None:
+        """Let ``block``, which nobody fills any further, be found as the partial one it is.
+
+        Raises as ``publish`` does.
+        """
+        with self.lock:
+            self.publish(block, content.block_hash)
+            self._partials.add(content)
 
     def retain(self, hashes: Sequence[BlockHash]) -> int:
         """Let the blocks of the leading ``hashes`` that are found go last; return how many.
@@ -227,6 +247,7 @@ class BlockPool:
                 self._lose_retained(block)
             self._block_by_hash.clear()
             self._hash_by_block.clear()
+            self._partials.clear()
             for free in (self._free_cached, self._free_retained):
                 while free:
                     self._free_plain[free.popitem()[0]] = None
@@ -284,7 +305,9 @@ class BlockPool:
             block, _ = self._free_retained.popitem(last=False)
             self._lose_retained(block)
             self._num_retained_evicted += 1
-        del self._block_by_hash[self._hash_by_block.pop(block)]
+        block_hash = self._hash_by_block.pop(block)
+        del self._block_by_hash[block_hash]
+        self._partials.discard(block_hash)
         return block
 
     def _lose_retained(self, block: BlockNumber) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.blocks.partials import PartialContent
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RetentionTable
 from kvferry.protocol.ids import BlockHash, BlockNumber
@@ -35,3 +36,9 @@ class RenewingBlocks:
         found = self._pool.acquire_cached(hashes)
         self._retention.renew(hashes[: len(found)])
         return found
+
+    def acquire_partials(
+        self, parent: BlockHash, max_count: int
+    ) -> list[tuple[PartialContent, BlockNumber]]:
+        """See ``BlockPool.acquire_partials``."""
+        return self._pool.acquire_partials(parent, max_count)

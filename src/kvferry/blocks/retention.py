@@ -53,7 +53,7 @@ class RetentionLimits:
 class _Conversation:
     number: int
     last_hash: BlockHash
-    """Of its last turn, whether or not so much of it is retained."""
+    """Of the last full block of its last turn, whether or not so much of it is retained."""
     duration_s: float
     ends_at_s: float
 
@@ -102,14 +102,20 @@ class RetentionTable:
             self._note_lost()
             return dict(self._ends)
 
-    def retain(self, hashes: Sequence[BlockHash], duration_s: float | None = None) -> int:
+    def retain(
+        self,
+        hashes: Sequence[BlockHash],
+        duration_s: float | None = None,
+        partial: BlockHash | None = None,
+    ) -> int:
         """Retain a conversation so far; return how many of its blocks now are.
 
-        ``hashes`` are of its full blocks, prompt and answer, from the first on. Earlier turns of
-        it, whose last hash is among them, are superseded. ``duration_s`` may shorten the time, not
-        lengthen it; 0 ends the conversation. Best called once the request's blocks were dropped:
-        then they are evicted in the order of this sequence. Raises ``LocalProtocolError`` for a
-        duration below 0 or hashes that are not chained.
+        ``hashes`` are of its full blocks, prompt and answer, from the first on; ``partial`` is of
+        the block that it ends in. Earlier turns of it, whose last full block is among them, are
+        superseded. ``duration_s`` may shorten the time, not lengthen it; 0 ends the conversation.
+        Best called once the request's blocks were dropped: then they are evicted in the order of
+        this sequence. Raises ``LocalProtocolError`` for a duration below 0 or hashes that are not
+        chained.
         """
         duration_s = self._capped(duration_s)
         if self._limits.duration_s == 0:
@@ -119,7 +125,7 @@ class RetentionTable:
             earlier = self._that_end_among(hashes)
             num_retained = 0
             if duration_s > 0:
-                num_retained = self._begin(hashes, duration_s)
+                num_retained = self._begin(hashes, duration_s, partial)
             for conversation in earlier:
                 self._end(conversation, "superseded" if duration_s > 0 else "ended")
             self._keep_to_cap()
@@ -170,9 +176,12 @@ class RetentionTable:
 
     # -- beginnings and ends ------------------------------------------------------------------
 
-    def _begin(self, hashes: Sequence[BlockHash], duration_s: float) -> int:
+    def _begin(
+        self, hashes: Sequence[BlockHash], duration_s: float, partial: BlockHash | None
+    ) -> int:
+        whole = [*hashes, partial] if hashes and partial is not None else hashes
         # The head alone where the whole is more than may be retained.
-        kept = hashes[: min(self._pool.match(hashes), self._max_blocks)]
+        kept = whole[: min(self._pool.match(whole), self._max_blocks)]
         if not kept:
             return 0
         conversation = _Conversation(self._next_number, hashes[-1], duration_s, 0.0)

@@ -23,9 +23,10 @@ from kvferry.connector.ports import (
     ReceiveResult,
 )
 from kvferry.connector.readers import BlockDigester
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import ExchangeMetrics
-from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import Hello, InstanceInfo
 from kvferry.protocol.params import Mode, PeerAddress
@@ -140,15 +141,9 @@ class Exchange:
             )
         self._mover.submit([ContactPeer(peer)])
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> TransferId:
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         """See ``ConnectorPort``."""
-        transfer_id, effects = self._planner.read_history(peer, hashes, blocks, min_blocks)
+        transfer_id, effects = self._planner.read_history(peer, wish)
         self._modes[transfer_id] = HISTORY_MODE
         self._mover.submit(effects)
         return transfer_id

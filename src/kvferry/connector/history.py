@@ -18,10 +18,12 @@ from kvferry.connector.serving import Serving
 from kvferry.errors import CapacityError
 from kvferry.protocol.ids import LeaseId, TransferId
 from kvferry.protocol.messages import (
+    MAX_PARTIALS,
     AcquireHistory,
     Declined,
     DeclineReason,
     Granted,
+    PartialBlock,
     Release,
     decline,
 )
@@ -75,21 +77,36 @@ class HistoryPlanner:
         name = _ReaderLease(reader, message.transfer_id)
         effects = self._end(name, "replaced")
         found = self._blocks.acquire_cached(message.block_hashes[: self._max_blocks])
+        partials = self._acquire_partials(message, len(found))
+        held = [*found, *(partial.block for partial in partials)]
         try:
             if len(found) < max(1, message.min_blocks):
                 wanted = f"{max(1, message.min_blocks)} of {len(message.block_hashes)} were wanted"
                 detail = f"{len(found)} leading blocks are here, at least {wanted}"
                 return decline(DeclineReason.GONE, detail), effects
-            lease = self._leases.grant(reader, found, message.duration_s)
+            lease = self._leases.grant(reader, held, message.duration_s)
         except CapacityError as error:
             return decline(DeclineReason.PRESSURE, str(error)), effects
         finally:
-            self._blocks.drop(found)
+            self._blocks.drop(held)
         self._by_name[name] = lease.lease_id
         self._name_of[lease.lease_id] = name
         effects += self._serving.begin(reader)
         duration_s = min(message.duration_s, self._max_lease_s)
-        return Granted(lease.lease_id, duration_s, lease.blocks), effects
+        return Granted(lease.lease_id, duration_s, tuple(found), partials=partials), effects
+
+    def _acquire_partials(
+        self, message: AcquireHistory, num_found: int
+    ) -> tuple[PartialBlock, ...]:
+        """What may follow the last full block that was found; the reader sees what does."""
+        if not message.want_partials or not num_found:
+            return ()
+        parent = message.block_hashes[num_found - 1]
+        max_count = min(MAX_PARTIALS, self._max_blocks - num_found)
+        return tuple(
+            PartialBlock(block, content.num_tokens, content.block_hash)
+            for content, block in self._blocks.acquire_partials(parent, max_count)
+        )
 
     def release(self, reader: str, message: Release) -> list[Effect] | None:
         """The reader is done; None if it has no such lease."""

@@ -30,8 +30,9 @@ from kvferry.connector.push_sender import PushSender
 from kvferry.connector.receiver import ReceivePlanner
 from kvferry.connector.sender import OfferPlanner
 from kvferry.connector.serving import Serving
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import RequestError
-from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
@@ -103,16 +104,10 @@ class Planner:
                 return self._push_receiver.receive(transfer_id, blocks, first_block)
             return self._receiver.receive(transfer_id, blocks, first_block)
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> tuple[TransferId, list[Effect]]:
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> tuple[TransferId, list[Effect]]:
         """See ``ConnectorPort.read_history``."""
         with self._lock:
-            return self._receiver.read_history(peer, hashes, blocks, min_blocks)
+            return self._receiver.read_history(peer, wish)
 
     def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
         """See ``ConnectorPort.give_back``."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.blocks.partials import PartialContent
+from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
@@ -40,6 +42,13 @@ class BlockPort(Protocol):
 
     def acquire_cached(self, hashes: Sequence[BlockHash]) -> list[BlockNumber]:
         """Return the blocks of the leading ``hashes`` that are found, one more reference each."""
+        ...
+
+    def acquire_partials(
+        self, parent: BlockHash, max_count: int
+    ) -> list[tuple[PartialContent, BlockNumber]]:
+        """Return up to ``max_count`` partial blocks that follow the block ``parent``, newest first,
+        with one more reference each."""
         ...
 
 
@@ -108,6 +117,8 @@ class ReceiveResult:
     num_bytes: int = 0
     num_blocks: int = 0
     """Leading ones of the given blocks that were filled; fewer than given only of a history."""
+    num_partial_tokens: int = 0
+    """Of a history: if not 0, the last of them is filled with so many tokens only."""
     transport: str = ""
     started_s: float = 0.0
     """Monotonic seconds when the receive was asked for."""
@@ -190,18 +201,12 @@ class ConnectorPort(Protocol):
         ``RequestError`` for an address that is not allowed."""
         ...
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> TransferId:
-        """Fill the first of ``blocks`` with what ``peer`` has of ``hashes``, which are as many.
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+        """Fill the first of the wish's blocks with what ``peer`` has of it.
 
         Returns the name of this receive: the end comes as a ``ReceiveResult``, within the
-        configured time. ``end_receive`` gives it up. References as in ``receive``. Fewer than
-        ``min_blocks`` found is ``GONE``.
+        configured time. ``end_receive`` gives it up. References as in ``receive``. Fewer than the
+        wish's ``min_blocks`` found is ``GONE``.
         """
         ...
 

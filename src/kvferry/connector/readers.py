@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.connector.effects import Effect
 from kvferry.connector.planner import Planner
 from kvferry.connector.sessions import require_same_memory
@@ -159,8 +161,9 @@ class Readers:
         self._links.move_to_end(reader)
         reply, effects = self._planner.answer_acquire(reader, message)
         if isinstance(reply, Granted) and message.want_block_digests and self._digester:
-            digests = self._digester.digests(reply.blocks)
-            reply = Granted(reply.lease_id, reply.duration_s, reply.blocks, digests)
+            blocks = (*reply.blocks, *(partial.block for partial in reply.partials))
+            digests = self._digester.digests(blocks)
+            reply = msgspec.structs.replace(reply, block_digests=digests)
         return reply, effects
 
     def _on_register(self, message: Register) -> tuple[Reply, list[Effect]]:

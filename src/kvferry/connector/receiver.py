@@ -28,9 +28,10 @@ from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadS
 from kvferry.connector.outcomes import OUTCOME_OF_DECLINE
 from kvferry.connector.ports import BlockPort, PromptIdentity, ReceiveOutcome, ReceiveResult
 from kvferry.connector.pull import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
-from kvferry.protocol.messages import Declined, Granted, ReleaseOutcome
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.messages import Declined, Granted, PartialBlock, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
 
 PullEvent = AcquireAnswered | PeerLost | ReadEnded
@@ -47,21 +48,13 @@ _EVENT_OF_READ = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    """What a read-back asks for, instead of a handoff by its name."""
-
-    hashes: tuple[BlockHash, ...]
-    min_blocks: int
-
-
 @dataclass(slots=True)
 class _Receive:
     """One receive in hand: of a handoff (``source`` is its prompt) or of a history."""
 
     transfer_id: TransferId
     peer: PeerAddress
-    source: PromptIdentity | _History
+    source: PromptIdentity | HistoryWish
     timeout_s: float
     next_renew_s: float = float("inf")
     state: ReceiveState = RECEIVER.initial
@@ -72,6 +65,8 @@ class _Receive:
     deadline_s: float = float("inf")
     lease_deadline_s: float = float("inf")
     granted: Granted | None = None
+    partial: PartialBlock | None = None
+    """Of a history: what the last of ``blocks`` is filled with, if that is a part only."""
     outcome: ReceiveOutcome = ReceiveOutcome.FAILED
     detail: str = ""
     num_bytes: int = 0
@@ -112,24 +107,15 @@ class ReceivePlanner:
         )
         return [ContactPeer(peer)]
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> tuple[TransferId, list[Effect]]:
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> tuple[TransferId, list[Effect]]:
         """See ``ConnectorPort.read_history``."""
-        if len(hashes) != len(blocks):
-            raise LocalProtocolError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         self._num_histories += 1
         # Told apart from a router's ids, and from those of an earlier start.
         transfer_id = TransferId(f"history-{self._config.epoch:x}-{self._num_histories}")
-        source = _History(tuple(hashes), min_blocks)
         self._receives[transfer_id] = _Receive(
-            transfer_id, peer, source, self._config.history_timeout_s
+            transfer_id, peer, wish, self._config.history_timeout_s
         )
-        return transfer_id, self.receive(transfer_id, blocks, 0)
+        return transfer_id, self.receive(transfer_id, wish.blocks, 0)
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
@@ -221,24 +207,30 @@ class ReceivePlanner:
             receive.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
             receive.detail = event.reply.detail
             return self._step(receive, ReceiveEvent.DECLINED)
-        if isinstance(receive.source, _History):
-            self._trim(receive, len(event.reply.blocks))
-        if len(event.reply.blocks) != len(receive.blocks):
+        num_granted = len(event.reply.blocks)
+        num_expected = len(receive.blocks)
+        if isinstance(receive.source, HistoryWish):
+            num_expected = min(max(1, num_granted), len(receive.source.hashes))
+        if num_granted != num_expected:
             receive.outcome = ReceiveOutcome.FAILED
             receive.detail = (
-                f"the peer granted {len(event.reply.blocks)} blocks where {len(receive.blocks)} "
-                "were expected"
+                f"the peer granted {num_granted} blocks where {num_expected} were expected"
             )
             return self._step(receive, ReceiveEvent.PEER_LOST)
+        if isinstance(receive.source, HistoryWish):
+            self._trim(receive, receive.source, event.reply)
         receive.granted = event.reply
         receive.lease_deadline_s = reader_deadline_s(event.sent_s, event.reply.duration_s)
         return self._step(receive, ReceiveEvent.GRANTED)
 
-    def _trim(self, receive: _Receive, count: int) -> None:
-        """The holder has fewer blocks than were asked for: the others are not touched."""
-        if 0 < count < len(receive.blocks):
-            self._blocks.drop(receive.blocks[count:])
-            receive.blocks = receive.blocks[:count]
+    def _trim(self, receive: _Receive, wish: HistoryWish, granted: Granted) -> None:
+        """The holder may have less than was asked for: the other blocks are not touched."""
+        count = len(granted.blocks)
+        receive.partial = wish.fitting(count, granted.partials)
+        if receive.partial is not None:
+            count += 1
+        self._blocks.drop(receive.blocks[count:])
+        receive.blocks = receive.blocks[:count]
 
     def _on_read_ended(self, receive: _Receive, event: ReadEnded) -> list[Effect]:
         receive.num_bytes, receive.detail = event.num_bytes, event.detail
@@ -296,9 +288,9 @@ class ReceivePlanner:
     def _acquire(self, receive: _Receive) -> SendAcquire | SendAcquireHistory:
         peer, transfer_id, source = receive.peer, receive.transfer_id, receive.source
         duration_s = receive.timeout_s + 2 * READER_MARGIN_S
-        if isinstance(source, _History):
+        if isinstance(source, HistoryWish):
             hashes, min_blocks = source.hashes, source.min_blocks
-            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s)
+            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s, True)
         return SendAcquire(
             peer, transfer_id, source.num_tokens, source.digest, duration_s, receive.first_block
         )
@@ -307,13 +299,14 @@ class ReceivePlanner:
         granted = receive.granted
         if granted is None:  # pragma: no cover - the table posts only after a grant
             raise LocalProtocolError("a READ was to be posted before a lease was granted")
-        return PostRead(
-            receive.peer,
-            receive.transfer_id,
-            receive.blocks,
-            granted.blocks,
-            granted.block_digests,
-        )
+        remote, digests = granted.blocks, granted.block_digests[: len(granted.blocks)]
+        if receive.partial is not None:
+            index = len(remote) + granted.partials.index(receive.partial)
+            remote, digests = (
+                (*remote, receive.partial.block),
+                (*digests, *granted.block_digests[index : index + 1]),
+            )
+        return PostRead(receive.peer, receive.transfer_id, receive.blocks, remote, digests)
 
     def _report(self, receive: _Receive) -> list[Effect]:
         received = receive.outcome is ReceiveOutcome.RECEIVED
@@ -325,6 +318,9 @@ class ReceivePlanner:
                 receive.detail,
                 num_bytes=receive.num_bytes if received else 0,
                 num_blocks=len(receive.blocks) if received else 0,
+                num_partial_tokens=receive.partial.num_tokens
+                if received and receive.partial is not None
+                else 0,
                 started_s=receive.started_s,
                 finished_s=self._clock.monotonic_s(),
             )

@@ -222,7 +222,7 @@ class EngineCore:
         holder = request.history
         self._receives.end(request)
         if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:
-            request.num_read_back_tokens = result.num_blocks * self._block_size_tokens
+            request.num_read_back_tokens = self._num_tokens(result)
             request.num_read_back_bytes = result.num_bytes
             request.transport = result.transport
             self._threshold.note_moved(
@@ -231,7 +231,14 @@ class EngineCore:
         else:
             request_id = request.request.request_id
             logger.info("read-back of %s: %s %s", request_id, result.outcome, result.detail)
-        self.scheduler.note_history_ended(request, result.num_blocks)
+        self.scheduler.note_history_ended(request, self._num_tokens(result))
+
+    def _num_tokens(self, result: ReceiveResult) -> int:
+        """How many tokens of a history have come."""
+        num_tokens = result.num_blocks * self._block_size_tokens
+        if result.num_partial_tokens:
+            num_tokens -= self._block_size_tokens - result.num_partial_tokens
+        return num_tokens
 
     def _note_failure(self, request: LiveRequest, detail: str) -> None:
         request_id, outcome = request.request.request_id, request.receive_outcome
@@ -319,20 +326,22 @@ class EngineCore:
         self._receives.end(request)
         if handoff is None:
             self._sender.give_up(request)
-        retained = self._hashes_to_retain(request, reason)
+        hashes, partial = self._hashes_to_retain(request, reason)
         self.scheduler.remove(request)
         # With its blocks free again they are retained in the conversation's order.
-        self._retention.retain(retained, request.retention_s)
+        self._retention.retain(hashes, request.retention_s, partial)
         self._send_last(request, reason, token_id, logprob, handoff, error)
 
-    def _hashes_to_retain(self, request: LiveRequest, reason: FinishReason) -> list[BlockHash]:
+    def _hashes_to_retain(
+        self, request: LiveRequest, reason: FinishReason
+    ) -> tuple[list[BlockHash], BlockHash | None]:
         """Return what to keep for the conversation's next turn, where this instance answered.
 
         Also of an answer that was cut off, by a stop string or by its client: the next turn often
         begins with what there was of it.
         """
         if request.is_prefill or request.num_output_tokens == 0 or reason not in _RETAINED_ENDS:
-            return []
+            return [], None
         return self.scheduler.publish_all(request)
 
     def _send_last(  # noqa: PLR0913 - the output's optional fields

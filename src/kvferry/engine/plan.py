@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.connector.wish import HistoryWish
 from kvferry.engine.live_request import LiveRequest
-from kvferry.protocol.ids import BlockHash, BlockNumber
+from kvferry.protocol.ids import BlockNumber
 
 MakeRoom = Callable[[int], int]
 """Asks the connector to give up offers worth that many blocks; returns how many were freed."""
@@ -35,13 +36,10 @@ class ReceiveStart:
 
 @dataclass(frozen=True, slots=True)
 class HistoryStart:
-    """Have what the holder of the conversation has of ``hashes`` put into ``blocks``."""
+    """Have what the holder of the conversation has of ``wish`` put into its blocks."""
 
     request: LiveRequest
-    hashes: tuple[BlockHash, ...]
-    blocks: tuple[BlockNumber, ...]
-    min_blocks: int
-    """Fewer than this are computed rather than moved."""
+    wish: HistoryWish
 
 
 @dataclass(slots=True)

@@ -91,9 +91,7 @@ class Receives:
         request, holder = start.request, start.request.history
         if self._connector is None or holder is None:
             raise AssertionError(f"request {request.request.request_id} has no history to read")
-        history_id = self._connector.read_history(
-            holder, start.hashes, start.blocks, start.min_blocks
-        )
+        history_id = self._connector.read_history(holder, start.wish)
         request.history_id = history_id
         self._by_transfer[history_id] = request
 

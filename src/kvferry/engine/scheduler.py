@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from kvferry.blocks.partials import partial_content
 from kvferry.blocks.pool import BlockPool
+from kvferry.connector.wish import HistoryWish
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.live_request import LiveRequest, Phase
 from kvferry.engine.plan import Chunk, HistoryStart, MakeRoom, ReceiveDesk, ReceiveStart, StepPlan
@@ -88,14 +90,13 @@ class Scheduler:
         self._publish(request)
         self.ready.append(request)
 
-    def note_history_ended(self, request: LiveRequest, num_blocks: int) -> None:
-        """A read-back has filled the next ``num_blocks`` blocks of ``request``; none: it failed.
+    def note_history_ended(self, request: LiveRequest, num_tokens: int) -> None:
+        """A read-back has brought the next ``num_tokens`` tokens of ``request``; none: it failed.
 
         The blocks of a failed one may still be written to: the request gets others.
         """
-        if num_blocks > 0:
-            num_computed = request.num_computed + num_blocks * self._block_size_tokens
-            self.note_received(request, num_computed)
+        if num_tokens > 0:
+            self.note_received(request, request.num_computed + num_tokens)
             return
         self.receiving.remove(request)
         self._requeue(request)
@@ -258,10 +259,16 @@ class Scheduler:
         if not self._threshold.is_worth_moving(holder.instance_id, num_tokens):
             return False
         min_tokens = self._threshold.min_tokens(holder.instance_id, num_tokens)
-        hashes = request.hashes_of(num_usable, self._block_size_tokens)[first:]
-        blocks = tuple(request.blocks[first:num_usable])
-        min_blocks = max(1, self.blocks_for(min_tokens))
-        plan.histories.append(HistoryStart(request, tuple(hashes), blocks, min_blocks))
+        size = self._block_size_tokens
+        wish = HistoryWish(
+            hashes=tuple(request.hashes_of(num_usable, size)[first:]),
+            # The last token is computed, so there is a block after the last usable one.
+            blocks=tuple(request.blocks[first : num_usable + 1]),
+            tokens=request.token_ids[first * size : -1],
+            block_size_tokens=size,
+            min_blocks=max(1, self.blocks_for(min_tokens)),
+        )
+        plan.histories.append(HistoryStart(request, wish))
         return True
 
     def _may_receive(self, plan: StepPlan, request: LiveRequest, num_blocks: int) -> bool:
@@ -335,14 +342,23 @@ class Scheduler:
 
     # -- blocks -------------------------------------------------------------------------------
 
-    def publish_all(self, request: LiveRequest) -> list[BlockHash]:
-        """Return the hashes of the full blocks of ``request``; the pool finds each of them, if it
-        caches, also where another's block with the same content was evicted since."""
+    def publish_all(self, request: LiveRequest) -> tuple[list[BlockHash], BlockHash | None]:
+        """Return the hashes of the full blocks of ``request``, and of the partial one after them.
+
+        The request computes no more. The pool finds each of them, if it caches, also where
+        another's block with the same content was evicted since.
+        """
         if request.phase is not Phase.RUNNING or not self._prefix_caching:
-            return []
+            return [], None
         request.num_published = 0
         self._publish(request)
-        return request.hashes_of(request.num_published, self._block_size_tokens)
+        hashes = request.hashes_of(request.num_published, self._block_size_tokens)
+        tokens = request.token_ids[len(hashes) * self._block_size_tokens : request.num_computed]
+        if not hashes or not tokens:
+            return hashes, None
+        content = partial_content(hashes[-1], tokens)
+        self._pool.publish_partial(request.blocks[len(hashes)], content)
+        return hashes, content.block_hash
 
     def _publish(self, request: LiveRequest) -> None:
         if not self._prefix_caching:

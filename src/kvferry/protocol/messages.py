@@ -28,6 +28,7 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.prefill_report import PrefillReport
 
 MAX_BLOCKS_PER_MESSAGE = 65_536
+MAX_PARTIALS = 8
 MAX_METADATA_BYTES = 262_144
 MAX_BLOCK_NUMBER = 2**31 - 1
 MAX_NAME_CHARS = 256
@@ -144,6 +145,17 @@ class AcquireHistory(_Message, frozen=True, tag="acquire_history"):
     min_blocks: _Count
     duration_s: _Duration
     want_block_digests: bool = False
+    want_partials: bool = False
+    """Also grant the partial blocks that follow the last full one found."""
+
+
+class PartialBlock(msgspec.Struct, frozen=True):
+    """A block of which the first ``num_tokens`` positions are filled. Its hash is over its parent
+    and those tokens: the reader compares it with its own, and reads nothing that differs."""
+
+    block: _Block
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_BLOCK_NUMBER)]
+    block_hash: _BlockHash
 
 
 class Granted(_Message, frozen=True, tag="granted"):
@@ -153,7 +165,12 @@ class Granted(_Message, frozen=True, tag="granted"):
     duration_s: _Duration
     blocks: Annotated[tuple[_Block, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
     """Holder's block numbers for positions ``first_block`` and on."""
-    block_digests: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)] = ()
+    block_digests: Annotated[
+        tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE + MAX_PARTIALS)
+    ] = ()
+    """Of ``blocks``, then of ``partials``."""
+    partials: Annotated[tuple[PartialBlock, ...], Meta(max_length=MAX_PARTIALS)] = ()
+    """Of a history only: each may follow the last of ``blocks``, at most one of them does."""
 
 
 class Renew(_Message, frozen=True, tag="renew"):

@@ -6,7 +6,7 @@ A process speaks its own version and the one before it; anything else is refused
 |---|---|
 | 1 | first version: hello, acquire, renew, release, instance |
 | 2 | push: register, and the sender's notices; `renewed.is_admitted`, `released.is_quiet` |
-| 3 | read-back: acquire_history; `prefill_report` in first_token_ready and written |
+| 3 | read-back: acquire_history, granted.partials; reports in first_token_ready, written |
 """
 
 from __future__ import annotations

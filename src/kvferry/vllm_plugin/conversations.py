@@ -21,11 +21,12 @@ class _Conversation:
     hashes: list[BlockHash]
     """Of its retained leading blocks, never none."""
     last_hash: BlockHash
+    """Of its last full block."""
     ends_at_s: float
 
 
 class RetainedConversations:
-    """Conversations by the hashes of their full blocks, least recently retained first."""
+    """Conversations by the hashes of their blocks, least recently retained first."""
 
     def __init__(self, max_blocks: int, duration_s: float, clock: Clock) -> None:
         self._max_blocks = max_blocks
@@ -44,8 +45,13 @@ class RetainedConversations:
         """Distinct retained blocks."""
         return len(self._cover)
 
-    def add(self, hashes: Sequence[BlockHash], duration_s: float | None) -> tuple[int, Hashes]:
-        """Retain a conversation so far.
+    def add(
+        self,
+        hashes: Sequence[BlockHash],
+        duration_s: float | None,
+        partial: BlockHash | None = None,
+    ) -> tuple[int, Hashes]:
+        """Retain a conversation so far: full blocks of ``hashes``, then the ``partial`` one.
 
         Returns how many of its leading blocks are retained now, and the hashes to let go of: those
         of its earlier turns, and what is beyond the cap. The new ones are to be retained first.
@@ -54,7 +60,8 @@ class RetainedConversations:
         lasts_s = self._duration_s if duration_s is None else min(duration_s, self._duration_s)
         leaving: list[BlockHash] = []
         earlier = [block_hash for block_hash in hashes if block_hash in self._by_last]
-        kept = list(hashes[: self._max_blocks]) if lasts_s > 0 else []
+        whole = [*hashes, partial] if partial is not None else list(hashes)
+        kept = whole[: self._max_blocks] if lasts_s > 0 else []
         self._cover.update(kept)
         for last_hash in earlier:
             leaving += self._end(last_hash)

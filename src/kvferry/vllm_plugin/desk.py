@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.exchange import HISTORY_MODE
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, PromptIdentity, ReceiveOutcome
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.first_token import FirstToken
@@ -94,13 +95,15 @@ class Desk:
                     continue
                 received = result.outcome is ReceiveOutcome.RECEIVED
                 # A push tells no count: all that was registered is written.
-                num_blocks = result.num_blocks if result.num_blocks else _ALL
+                num_full = result.num_blocks - (1 if result.num_partial_tokens else 0)
+                num_blocks = num_full if result.num_blocks else _ALL
                 ends.append(
                     FillEnd(
                         request_id,
                         result.outcome.value,
                         result.detail,
                         num_blocks if received else 0,
+                        result.num_partial_tokens,
                         result.num_bytes,
                         self._mode_of.get(result.transfer_id, ""),
                     )
@@ -140,7 +143,7 @@ class Desk:
             case CompleteSend():
                 return self._complete(order)
             case Retain():
-                self._pins.retain(order.hashes, order.blocks)
+                self._pins.retain(order.hashes, order.blocks, order.num_partial_tokens)
             case LetGo():
                 self._pins.let_go(order.hashes)
             case MakeRoom():
@@ -169,9 +172,14 @@ class Desk:
     def _fill_history(self, order: FillHistory) -> None:
         # Under the lock: the result may come before this knows whose it is.
         with self._pinned(order.blocks), self._failing(order.request_id), self._lock:
-            transfer_id = self._exchange.read_history(
-                order.peer, order.hashes, order.blocks, order.min_blocks
+            wish = HistoryWish(
+                order.hashes,
+                order.blocks,
+                order.tokens,
+                order.block_size_tokens,
+                order.min_blocks,
             )
+            transfer_id = self._exchange.read_history(order.peer, wish)
             self._request_of[transfer_id] = order.request_id
             self._mode_of[transfer_id] = HISTORY_MODE
 

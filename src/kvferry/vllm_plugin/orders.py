@@ -47,12 +47,14 @@ class Contact(_Order, frozen=True, tag="contact"):
 
 
 class FillHistory(_Order, frozen=True, tag="fill_history"):
-    """Fill the first of ``blocks`` with what ``peer`` has of ``hashes``."""
+    """Fill the first of ``blocks`` with what ``peer`` has; fields as of a ``HistoryWish``."""
 
     request_id: RequestId
     peer: PeerAddress
     hashes: tuple[BlockHash, ...]
     blocks: Blocks
+    tokens: tuple[int, ...]
+    block_size_tokens: int
     min_blocks: int
 
 
@@ -118,6 +120,8 @@ class Retain(_Order, frozen=True, tag="retain"):
 
     hashes: tuple[BlockHash, ...]
     blocks: Blocks
+    num_partial_tokens: int = 0
+    """If not 0, the last of them is filled with so many tokens only."""
 
 
 class LetGo(_Order, frozen=True, tag="let_go"):
@@ -172,6 +176,9 @@ class FillEnd(msgspec.Struct, frozen=True):
     outcome: str
     detail: str = ""
     num_blocks: int = 0
+    """Full ones."""
+    num_partial_tokens: int = 0
+    """What the block after those is filled with."""
     num_bytes: int = 0
     mode: str = ""
     """As the exchange's metrics name it."""
@@ -187,6 +194,16 @@ class Load(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     blocks: Blocks
+
+
+class PartialFill(msgspec.Struct, frozen=True):
+    """A parked request whose last block was filled in part, as vLLM is told of it: not at all."""
+
+    request_id: RequestId
+    num_blocks: int
+    """Full ones, of those that were to be filled."""
+    num_tokens: int
+    """In the block after those."""
 
 
 class StepOrders(msgspec.Struct, frozen=True):
@@ -209,6 +226,8 @@ class StepReport(msgspec.Struct, frozen=True):
     ends: tuple[FillEnd, ...] = ()
     admitted: tuple[RequestId, ...] = ()
     """Pushes whose prefill has its blocks: they end by themselves."""
+    partials: tuple[PartialFill, ...] = ()
+    """Of the requests that vLLM goes on with after this step."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
+from kvferry.blocks.partials import PartialBlocks, PartialContent
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
 
@@ -29,6 +30,7 @@ class PinnedBlocks:
         self._returned: list[BlockNumber] = []
         self._found: dict[BlockHash, BlockNumber] = {}
         self._num_retainers: Counter[BlockHash] = Counter()
+        self._partials = PartialBlocks()
 
     @property
     def num_pinned(self) -> int:
@@ -70,10 +72,26 @@ class PinnedBlocks:
             self._hold(blocks)
             return blocks
 
-    def retain(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockNumber]) -> None:
+    def acquire_partials(
+        self, parent: BlockHash, max_count: int
+    ) -> list[tuple[PartialContent, BlockNumber]]:
+        """See ``BlockPort.acquire_partials``."""
+        with self._lock:
+            contents = self._partials.after(parent, max_count)
+            blocks = [self._found[content.block_hash] for content in contents]
+            self._hold(blocks)
+            return list(zip(contents, blocks, strict=True))
+
+    def retain(
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[BlockNumber],
+        num_partial_tokens: int = 0,
+    ) -> None:
         """Let ``blocks``, each pinned once for this, be found by ``hashes``.
 
         Where a hash is found already, the block that has it stays, and the other's pin goes back.
+        With ``num_partial_tokens`` the last is a partial block after the one before it.
         """
         with self._lock:
             self._pins.update(blocks)
@@ -84,6 +102,9 @@ class PinnedBlocks:
                 if found != block:
                     self._hold([found])
                     self._drop([block])
+            if num_partial_tokens:
+                parent, block_hash = hashes[-2:]
+                self._partials.add(PartialContent(parent, num_partial_tokens, block_hash))
 
     def let_go(self, hashes: Sequence[BlockHash]) -> None:
         """Undo one ``retain`` of each of ``hashes``; unknown ones are ignored."""
@@ -96,11 +117,13 @@ class PinnedBlocks:
                 if self._num_retainers[block_hash] == 0:
                     del self._num_retainers[block_hash]
                     del self._found[block_hash]
+                    self._partials.discard(block_hash)
                 self._drop([block])
 
     def forget(self) -> None:
         """Undo every ``retain``: nothing is found any more."""
         with self._lock:
+            self._partials.clear()
             found, self._found = self._found, {}
             num_retainers, self._num_retainers = self._num_retainers, Counter()
             for block_hash, block in found.items():

@@ -9,11 +9,21 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.blocks.partials import PartialContent, partial_content
 from kvferry.clock import Clock
 from kvferry.protocol.hashing import block_hashes
-from kvferry.protocol.ids import BlockNumber
+from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.vllm_plugin.conversations import Hashes, RetainedConversations
-from kvferry.vllm_plugin.orders import Answer, Forget, LetGo, MakeRoom, Order, Retain, WorkerHello
+from kvferry.vllm_plugin.orders import (
+    Answer,
+    Blocks,
+    Forget,
+    LetGo,
+    MakeRoom,
+    Order,
+    Retain,
+    WorkerHello,
+)
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks, root_of
 
@@ -89,24 +99,38 @@ class Retaining:
     def retain(
         self, request: EngineRequest, block_ids: Sequence[int], duration_s: float | None
     ) -> None:
-        """A request that has answered ends: keep its full blocks, prompt and answer."""
+        """A request that has answered ends: keep its blocks, prompt and answer, the last one too
+        if it is filled in part; but nothing of less than a block."""
         prompt, tokens = request.prompt_token_ids, request.all_token_ids
         if not self._is_on or prompt is None or len(tokens) <= len(prompt):
             return
         # What is in flight may not be computed; the last token never is.
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-        num_full = min(num_computed, len(tokens) - 1) // self._block_size
-        num_full = min(num_full, len(block_ids))
+        num_computed = min(num_computed, len(tokens) - 1)
+        num_full = min(num_computed // self._block_size, len(block_ids))
         if num_full <= 0:
             return
         root = root_of(request, self._fingerprint)
-        hashes = block_hashes(root, tokens[: num_full * self._block_size], self._block_size)
-        num_kept, leaving = self._retained.add(hashes, duration_s)
+        num_in_full = num_full * self._block_size
+        hashes = block_hashes(root, tokens[:num_in_full], self._block_size)
+        rest = tokens[num_in_full:num_computed] if num_full < len(block_ids) else ()
+        partial = partial_content(hashes[-1], rest) if rest else None
+        num_kept, leaving = self._retained.add(
+            hashes, duration_s, partial.block_hash if partial else None
+        )
         if num_kept:
-            blocks = as_blocks(block_ids[:num_kept])
-            self._references.take(blocks)
-            self._orders.send(Retain(tuple(hashes[:num_kept]), blocks))
+            self._send_retain(hashes, partial, as_blocks(block_ids[:num_kept]))
         self._let_go(leaving)
+
+    def _send_retain(
+        self, hashes: Sequence[BlockHash], partial: PartialContent | None, blocks: Blocks
+    ) -> None:
+        self._references.take(blocks)
+        if partial is not None and len(blocks) > len(hashes):
+            order = Retain((*hashes, partial.block_hash), blocks, partial.num_tokens)
+        else:
+            order = Retain(tuple(hashes[: len(blocks)]), blocks)
+        self._orders.send(order)
 
     def keep_room(self, num_running_blocks: int, num_waiting_blocks: int) -> None:
         """Retention, then unread handoffs, give way to what runs and to the largest prompt.

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.clock import Clock
-from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params, parse_params
+from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params
 from kvferry.vllm_plugin.needs import BlockNeeds
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
@@ -31,6 +31,7 @@ from kvferry.vllm_plugin.orders import (
     FillHistory,
     Load,
     Offer,
+    PartialFill,
     RestartSend,
     StepOrders,
     StepReport,
@@ -47,6 +48,7 @@ from kvferry.vllm_plugin.tracked import (
     Tracked,
     as_blocks,
     track,
+    transfer_of,
 )
 
 _log = get_logger(__name__)
@@ -92,7 +94,7 @@ class SchedulerHalf:
         if tokens is None or not is_supported:
             return
         self._needs.arrive(request)
-        transfer = _transfer_of(request)
+        transfer = transfer_of(request)
         if transfer is None:
             return
         tracked = track(request, transfer, self._hello.fingerprint)
@@ -128,13 +130,16 @@ class SchedulerHalf:
             return 0
         tracked.sources.num_cached_tokens = num_computed_tokens
         num_tokens = tracked.num_prompt_tokens
+        if not (tracked.wants_history or tracked.wants_receive):
+            return 0
         if tracked.wants_history:
             # The last token is always computed, for its logits.
-            num_tokens = (num_tokens - 1) // self._block_size * self._block_size
-        elif not tracked.wants_receive:
-            return 0
-        missing = num_tokens - num_computed_tokens
-        if missing < max(1, self._settings.recompute_threshold_tokens):
+            num_tokens -= 1
+        missing = worth = num_tokens - num_computed_tokens
+        if tracked.wants_history:
+            # Whether a peer has a partial block is known late: it is not counted on.
+            worth -= num_tokens % self._block_size
+        if worth < max(1, self._settings.recompute_threshold_tokens):
             return 0
         if not self._may_register(tracked, missing):
             self._is_waiting = True
@@ -194,6 +199,8 @@ class SchedulerHalf:
             admitted = self._tracked.get(request_id)
             if admitted is not None:
                 admitted.is_peer_at_work = True
+        for partial in report.partials:
+            self._count_partial(partial)
         while self._steps and self._steps[0][0] <= report.step:
             for tracked, num_restarts, num_tokens in self._steps.popleft()[1]:
                 is_current = tracked.request_id in self._tracked
@@ -248,19 +255,37 @@ class SchedulerHalf:
         holder = tracked.transfer.history
         if holder is None:
             raise LocalProtocolError("a history without a holder")
-        num_usable = (tracked.num_prompt_tokens - 1) // self._block_size
-        first = num_usable - num_tokens // self._block_size
-        tokens = tracked.request.prompt_token_ids or []
-        hashes = block_hashes(tracked.root, tokens, self._block_size)[first:num_usable]
-        blocks = as_blocks(block_ids[first:num_usable])
+        num_usable = tracked.num_prompt_tokens - 1
+        first = (num_usable - num_tokens) // self._block_size
+        tokens = (tracked.request.prompt_token_ids or [])[:num_usable]
+        hashes = block_hashes(tracked.root, tokens, self._block_size)[first:]
+        blocks = as_blocks(block_ids[first : self._blocks_for(num_usable)])
         self._references.take(blocks)
         self._park(tracked, blocks)
         tracked.has_begun = True
+        tracked.first_filled_block = first
         min_blocks = max(1, self._blocks_for(self._settings.recompute_threshold_tokens))
-        min_blocks = min(min_blocks, len(blocks))
         self._orders.send(
-            FillHistory(tracked.request_id, holder, tuple(hashes), blocks, min_blocks)
+            FillHistory(
+                request_id=tracked.request_id,
+                peer=holder,
+                hashes=tuple(hashes),
+                blocks=blocks,
+                tokens=tuple(tokens[first * self._block_size :]),
+                block_size_tokens=self._block_size,
+                min_blocks=min(min_blocks, len(hashes)),
+            )
         )
+
+    def _count_partial(self, partial: PartialFill) -> None:
+        """vLLM counts whole blocks; the tokens in the next one are there too."""
+        tracked = self._tracked.get(partial.request_id)
+        if tracked is None:
+            return
+        num_counted = (tracked.first_filled_block + partial.num_blocks) * self._block_size
+        # Anything else would be another state than that of a request which is filled in part.
+        if tracked.request.num_computed_tokens == num_counted:
+            tracked.request.num_computed_tokens += partial.num_tokens
 
     def _may_register(self, tracked: Tracked, num_tokens: int) -> bool:
         """Whether blocks for ``num_tokens`` may be set aside for this request's peer to fill."""
@@ -364,17 +389,6 @@ class SchedulerHalf:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _transfer_of(request: EngineRequest) -> KvTransferParams | None:
-    """Return the request's parameters; one whose parameters are wrong is a plain one."""
-    if not request.kv_transfer_params:
-        return None
-    try:
-        return parse_params(request.kv_transfer_params)
-    except RequestError as error:
-        _log.warning("request %s: %s", request.request_id, error)
-        return None
 
 
 def _end_after_first_token(request: EngineRequest) -> None:

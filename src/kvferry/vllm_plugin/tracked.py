@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.connector.ports import PromptIdentity
+from kvferry.errors import RequestError
+from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import chain_root, prompt_digest
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId
-from kvferry.protocol.params import KvTransferParams, Mode, PrefillReport, Role
+from kvferry.protocol.params import KvTransferParams, Mode, PrefillReport, Role, parse_params
 from kvferry.vllm_plugin.orders import FillEnd
+
+_log = get_logger(__name__)
 
 
 class Adapter(Protocol):
@@ -107,7 +111,7 @@ class PromptSources:
     def note_read_back(self, end: FillEnd, block_size_tokens: int, now_s: float) -> None:
         """A read-back has ended, well or not."""
         self.read_back_outcome = end.outcome
-        self.num_read_back_tokens = end.num_blocks * block_size_tokens
+        self.num_read_back_tokens = end.num_blocks * block_size_tokens + end.num_partial_tokens
         self.num_read_back_bytes = end.num_bytes
         self.read_back_s, self.began_s = now_s - self.began_s, now_s
 
@@ -144,6 +148,8 @@ class Tracked:
     num_sent_blocks: int = 0
     """Leading blocks that the exchange was told of since the last preemption."""
     num_restarts: int = 0
+    first_filled_block: int = 0
+    """Position of the first block that was to be filled."""
     num_registered_blocks: int = 0
     """Push, as receiver: blocks that the peer is to fill."""
     is_peer_at_work: bool = False
@@ -195,6 +201,17 @@ def track(request: EngineRequest, transfer: KvTransferParams, fingerprint: bytes
     tokens = request.prompt_token_ids or []
     identity = PromptIdentity(len(tokens), prompt_digest(root, tokens))
     return Tracked(request, transfer, identity, root)
+
+
+def transfer_of(request: EngineRequest) -> KvTransferParams | None:
+    """Return the request's parameters; one whose parameters are wrong is a plain one."""
+    if not request.kv_transfer_params:
+        return None
+    try:
+        return parse_params(request.kv_transfer_params)
+    except RequestError as error:
+        _log.warning("request %s: %s", request.request_id, error)
+        return None
 
 
 def as_blocks(numbers: Iterable[int]) -> tuple[BlockNumber, ...]:

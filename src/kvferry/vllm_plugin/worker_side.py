@@ -24,7 +24,14 @@ from kvferry.transport.registry import create_transport
 from kvferry.vllm_plugin.desk import Desk
 from kvferry.vllm_plugin.figures import Figures, FigureValues
 from kvferry.vllm_plugin.order_link import OrderServer
-from kvferry.vllm_plugin.orders import FillEnd, Load, StepOrders, StepReport, WorkerHello
+from kvferry.vllm_plugin.orders import (
+    FillEnd,
+    Load,
+    PartialFill,
+    StepOrders,
+    StepReport,
+    WorkerHello,
+)
 from kvferry.vllm_plugin.pins import PinnedBlocks
 from kvferry.vllm_plugin.settings import PluginSettings
 
@@ -42,7 +49,9 @@ class StepEnds:
     """Failed ones included."""
     failed: set[str] = field(default_factory=set)
     unfilled_blocks: set[int] = field(default_factory=set)
-    """Of requests that were filled in part; nothing was posted to them."""
+    """Of requests that were not filled to the end, a partial block among them: vLLM counts in whole
+    blocks, and what is in it is added after that."""
+    partials: list[PartialFill] = field(default_factory=list)
 
 
 class ParkedRequests:
@@ -80,6 +89,10 @@ class ParkedRequests:
             if not end.is_received:
                 told.failed.add(request_id)
             told.unfilled_blocks.update(load.blocks[end.num_blocks :] if end.is_received else ())
+            if end.num_partial_tokens:
+                told.partials.append(
+                    PartialFill(request_id, end.num_blocks, end.num_partial_tokens)
+                )
         for ended in ended_requests:
             self._early.pop(RequestId(ended), None)
         return told
@@ -151,9 +164,10 @@ class WorkerHalf:
         returned = tuple(self._pins.take_returned())
         ends, self._new_ends = self._new_ends, ()
         admitted, self._new_admitted = self._new_admitted, ()
-        if not (returned or ends or admitted or self._orders.has_forward):
+        partials = tuple(self._ends.partials)
+        if not (returned or ends or admitted or partials or self._orders.has_forward):
             return None
-        return StepReport(self._orders.step, returned, ends, admitted)
+        return StepReport(self._orders.step, returned, ends, admitted, partials)
 
     def take_figures(self) -> FigureValues | None:
         """Return all figures if any has changed since the last call."""

@@ -15,7 +15,7 @@ from kvferry.connector.effects import (
 )
 from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
-from kvferry.errors import LocalProtocolError
+from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import (
@@ -186,9 +186,13 @@ def test_serving_goes_on_while_another_kind_of_lease_runs(world: World) -> None:
 # -- the reader -------------------------------------------------------------------------------
 
 
+def wish_for(blocks: list[BlockNumber], count: int = 6) -> HistoryWish:
+    return HistoryWish(tuple(hashes_of(count=count)), tuple(blocks), TOKENS[:99], 16, 4)
+
+
 def begin(world: World, count: int = 6) -> tuple[TransferId, list[BlockNumber]]:
     blocks = world.pool.allocate(count)
-    name, effects = world.planner.read_history(PEER, hashes_of(count=count), blocks, 4)
+    name, effects = world.planner.read_history(PEER, wish_for(blocks, count))
     (acquire,) = effects
     assert isinstance(acquire, SendAcquireHistory)
     assert acquire.block_hashes == tuple(hashes_of(count=count))
@@ -283,12 +287,4 @@ def test_names_are_not_used_twice(world: World) -> None:
     for name in (first, second):
         world.planner.end_receive(name, needed=True)
     world.pool.drop([*blocks, *more])
-    world.assert_idle()
-
-
-def test_hashes_and_blocks_must_be_as_many(world: World) -> None:
-    blocks = world.pool.allocate(2)
-    with pytest.raises(LocalProtocolError, match="6 hashes for 2 blocks"):
-        world.planner.read_history(PEER, hashes_of(), blocks, 1)
-    world.pool.drop(blocks)
     world.assert_idle()

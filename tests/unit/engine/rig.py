@@ -20,6 +20,7 @@ from kvferry.connector.ports import (
     ReceiveOutcome,
     ReceiveResult,
 )
+from kvferry.connector.wish import HistoryWish
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import Forward
 from kvferry.engine.model import load_model
@@ -28,7 +29,6 @@ from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, 
 from kvferry.engine.runner import Engine
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import (
-    BlockHash,
     BlockNumber,
     Epoch,
     InstanceId,
@@ -96,9 +96,7 @@ class Receive:
 @dataclass
 class HistoryRead:
     peer: PeerAddress
-    hashes: tuple[BlockHash, ...]
-    blocks: tuple[BlockNumber, ...]
-    min_blocks: int
+    wish: HistoryWish
 
 
 @dataclass
@@ -171,17 +169,11 @@ class FakeConnector:
             raise RequestError("that address is not allowed")
         self.contacted.append(peer)
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> TransferId:
-        self.pool.hold(blocks)
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+        self.pool.hold(wish.blocks)
         history_id = TransferId(f"history-{len(self.histories) + 1}")
         with self.changed:
-            self.histories[history_id] = HistoryRead(peer, tuple(hashes), tuple(blocks), min_blocks)
+            self.histories[history_id] = HistoryRead(peer, wish)
             self.changed.notify_all()
         return history_id
 
@@ -291,13 +283,18 @@ class FakeConnector:
             return list(self.histories.items())[-1]
 
     def finish_history(
-        self, history_id: TransferId, outcome: ReceiveOutcome, num_blocks: int = 0
+        self,
+        history_id: TransferId,
+        outcome: ReceiveOutcome,
+        num_blocks: int = 0,
+        num_partial_tokens: int = 0,
     ) -> None:
         assert self.engine is not None
-        self.pool.drop(self.histories[history_id].blocks)
+        self.pool.drop(self.histories[history_id].wish.blocks)
         result = ReceiveResult(
             history_id, outcome, "as the test says", num_bytes=64 * num_blocks,
-            num_blocks=num_blocks, transport="fake", started_s=1.0, finished_s=1.5,
+            num_blocks=num_blocks, num_partial_tokens=num_partial_tokens,
+            transport="fake", started_s=1.0, finished_s=1.5,
         )  # fmt: skip
         with self.changed:
             self.results.append(result)

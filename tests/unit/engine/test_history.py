@@ -12,6 +12,7 @@ from kvferry.connector.ports import ReceiveOutcome
 from kvferry.engine.request import FinishReason
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.messages import PartialBlock
 from kvferry.protocol.params import KvTransferParams, Mode, Role
 from kvferry.protocol.prefill_report import PrefillReport
 from tests.unit.engine.rig import PEER, Answer, Rig
@@ -46,14 +47,21 @@ def first_token(holder: Rig, prompt: list[int]) -> list[int]:
 
 
 def bring(rig: Rig, holder: Rig, *, at_most: int = 1000) -> int:
-    """Copy what ``holder`` has of what ``rig`` asked for; return how many blocks that were."""
+    """Copy what ``holder`` has of what ``rig`` asked for; return how many tokens that were."""
     history_id, asked = rig.connector.wait_history()
-    found = holder.pool.acquire_cached(asked.hashes[:at_most])
-    for mine, theirs in zip(asked.blocks, found, strict=False):
+    wish = asked.wish
+    found = holder.pool.acquire_cached(wish.hashes[:at_most])
+    num_full = len(found)
+    partials = holder.pool.acquire_partials(wish.hashes[num_full - 1], 8)
+    offered = [PartialBlock(b, c.num_tokens, c.block_hash) for c, b in partials]
+    partial = wish.fitting(num_full, offered)
+    blocks = [*found, partial.block] if partial is not None else found
+    for mine, theirs in zip(wish.blocks, blocks, strict=False):
         rig.cache.blocks[mine].copy_(holder.cache.blocks[theirs])
-    holder.pool.drop(found)
-    rig.connector.finish_history(history_id, ReceiveOutcome.RECEIVED, len(found))
-    return len(found)
+    holder.pool.drop([*found, *(block for _, block in partials)])
+    num_partial = partial.num_tokens if partial is not None else 0
+    rig.connector.finish_history(history_id, ReceiveOutcome.RECEIVED, len(blocks), num_partial)
+    return 16 * num_full + num_partial
 
 
 def prefill_of(answer: Answer) -> PrefillReport:
@@ -69,13 +77,13 @@ def test_what_the_holder_has_is_read_and_the_rest_computed(
     prompt = converse(holder, 150, 30)
     right = first_token(holder, prompt)
     answer = rig.submit(prompt, transfer=msgspec.structs.replace(SENDING, mode=mode))
-    num_blocks = bring(rig, holder)
-    assert num_blocks == (150 + 21 - 1) // 16  # the answer's last token has no KV
+    num_tokens = bring(rig, holder)
+    assert num_tokens == 150 + 21 - 1  # the answer's last token has no KV
     assert answer.wait().tokens == right
     assert rig.connector.contacted == [PEER]
     report = prefill_of(answer)
-    assert report.num_read_back_tokens == 160
-    assert report.num_computed_tokens == len(prompt) - 160
+    assert report.num_read_back_tokens == 170
+    assert report.num_computed_tokens == len(prompt) - 170
     assert (report.read_back_outcome, report.read_back_s) == ("received", 0.5)
     assert report.compute_s > 0
 
@@ -85,17 +93,17 @@ def test_a_history_is_read_beyond_what_is_cached_here(rig: Rig, holder: Rig) -> 
     rig.submit(prompt[:40], max_tokens=1).wait()
     answer = rig.submit(prompt, transfer=SENDING)
     _, asked = rig.connector.wait_history()
-    assert len(asked.hashes) == (len(prompt) - 1) // 16 - 2
+    assert len(asked.wish.hashes) == (len(prompt) - 1) // 16 - 2
     bring(rig, holder)
     assert answer.wait().tokens == first_token(holder, prompt)
     report = prefill_of(answer)
-    assert (report.num_cached_tokens, report.num_read_back_tokens) == (32, 128)
+    assert (report.num_cached_tokens, report.num_read_back_tokens) == (32, 138)
 
 
 def test_part_of_a_history_is_as_good_as_it_goes(rig: Rig, holder: Rig) -> None:
     prompt = converse(holder, 150, 30)
     answer = rig.submit(prompt, transfer=SENDING)
-    assert bring(rig, holder, at_most=5) == 5
+    assert bring(rig, holder, at_most=5) == 80
     assert answer.wait().tokens == first_token(holder, prompt)
     assert prefill_of(answer).num_computed_tokens == len(prompt) - 80
 
@@ -117,11 +125,11 @@ def test_any_failure_is_a_recompute(rig: Rig, holder: Rig, outcome: ReceiveOutco
     prompt = converse(holder, 150, 30)
     answer = rig.submit(prompt, transfer=SENDING)
     history_id, asked = rig.connector.wait_history()
-    rig.pool.hold(asked.blocks)  # as if a READ might still land in them
+    rig.pool.hold(asked.wish.blocks)  # as if a READ might still land in them
     rig.connector.finish_history(history_id, outcome)
     assert answer.wait().tokens == first_token(holder, prompt)
-    assert set(answer_blocks(rig)).isdisjoint(asked.blocks)
-    rig.pool.drop(asked.blocks)
+    assert set(answer_blocks(rig)).isdisjoint(asked.wish.blocks)
+    rig.pool.drop(asked.wish.blocks)
     report = prefill_of(answer)
     assert (report.read_back_outcome, report.num_computed_tokens) == (outcome.value, len(prompt))
     assert rig.connector.ended == [history_id]
@@ -137,7 +145,7 @@ def test_below_the_threshold_nobody_is_asked(rig: Rig, num_tokens: int, asks: bo
     answer = rig.submit(random_prompt(num_tokens), transfer=SENDING)
     if asks:
         history_id, asked = rig.connector.wait_history()
-        assert asked.min_blocks == 4
+        assert asked.wish.min_blocks == 4
         rig.connector.finish_history(history_id, ReceiveOutcome.GONE)
     answer.wait()
     assert len(rig.connector.histories) == asks
@@ -181,7 +189,7 @@ def hashes_of(rig: Rig, tokens: list[int]) -> list[bytes]:
 def test_prompt_and_answer_are_retained_where_they_were_generated(rig: Rig) -> None:
     prompt = random_prompt(50)
     rig.submit(prompt, max_tokens=31).wait()
-    assert rig.engine.retention.num_blocks == (50 + 31 - 1) // 16
+    assert rig.engine.retention.num_blocks == -(-(50 + 31 - 1) // 16)
 
 
 def test_an_answer_that_was_cut_off_is_retained_as_far_as_it_goes(rig: Rig) -> None:
@@ -189,7 +197,7 @@ def test_an_answer_that_was_cut_off_is_retained_as_far_as_it_goes(rig: Rig) -> N
     answer.wait_tokens(20)
     rig.engine.abort(answer.request_id)
     num_tokens = 50 + len(answer.wait().tokens)
-    assert rig.engine.retention.num_blocks == (num_tokens - 1) // 16
+    assert rig.engine.retention.num_blocks == -(-(num_tokens - 1) // 16)
 
 
 def test_a_prefill_retains_nothing(rig: Rig) -> None:
@@ -200,7 +208,7 @@ def test_a_prefill_retains_nothing(rig: Rig) -> None:
 
 def test_the_client_may_end_its_conversation(rig: Rig) -> None:
     rig.submit(random_prompt(50), max_tokens=5).wait()
-    assert rig.engine.retention.num_blocks == 3
+    assert rig.engine.retention.num_blocks == 4
     last = KvTransferParams(
         transfer_id=TransferId("turn-3"), role=Role.DECODE, peer=PEER, retention_s=0.0
     )
@@ -212,7 +220,7 @@ def test_retained_blocks_outlive_others(tiny_model_dir: Path) -> None:
     with Rig(tiny_model_dir, num_blocks=20) as rig:
         prompt = random_prompt(100)
         answer = rig.submit(prompt, max_tokens=5).wait()
-        assert rig.engine.retention.num_blocks == 6
+        assert rig.engine.retention.num_blocks == 7
         for seed in range(5, 10):
             sending = KvTransferParams(transfer_id=TransferId(f"other-{seed}"), role=Role.PREFILL)
             rig.submit(random_prompt(200, seed), transfer=sending).wait()

@@ -20,10 +20,11 @@ def test_a_history_is_asked_for_with_all_blocks_in_hand() -> None:
     request = arrive(desk, 30)
     plan = desk.scheduler.schedule()
     (start,) = plan.histories
-    # Blocks of 4: the last token is always computed, so 7 of 8 blocks may come.
-    assert start.blocks == tuple(request.blocks[:7])
-    assert list(start.hashes) == request.hashes_of(7, 4)
-    assert start.min_blocks == 2
+    # Blocks of 4: the last token is always computed, so 7 of 8 blocks may come, and one token.
+    assert start.wish.blocks == tuple(request.blocks)
+    assert list(start.wish.hashes) == request.hashes_of(7, 4)
+    assert list(start.wish.tokens) == request.token_ids[:29]
+    assert start.wish.min_blocks == 2
     assert (len(request.blocks), request.phase, plan.chunks) == (8, Phase.RECEIVING, [])
 
 
@@ -31,21 +32,30 @@ def test_the_rest_is_computed_once_it_is_there() -> None:
     desk = Desk(recompute_threshold_tokens=8)
     request = arrive(desk, 30)
     desk.scheduler.schedule()
-    desk.scheduler.note_history_ended(request, 5)
+    desk.scheduler.note_history_ended(request, 20)
     assert shape(desk.scheduler.schedule()) == [("r1", 20, 10, True)]
     assert desk.pool.match(request.hashes_of(5, 4)) == 5
+
+
+def test_what_came_of_a_partial_block_is_not_computed_again() -> None:
+    desk = Desk(recompute_threshold_tokens=8)
+    request = arrive(desk, 30)
+    desk.scheduler.schedule()
+    desk.scheduler.note_history_ended(request, 22)
+    assert shape(desk.work()) == [("r1", 22, 8, True)]
+    assert desk.pool.match(request.hashes_of(7, 4)) == 7
 
 
 def test_a_failed_read_leaves_its_blocks_and_computes_in_others() -> None:
     desk = Desk(recompute_threshold_tokens=8)
     request = arrive(desk, 30)
     (start,) = desk.scheduler.schedule().histories
-    desk.pool.hold(start.blocks)  # the connector's, while a READ may land
+    desk.pool.hold(start.wish.blocks)  # the connector's, while a READ may land
     desk.scheduler.note_history_ended(request, 0)
     plan = desk.scheduler.schedule()
     assert shape(plan) == [("r1", 0, 16, False)]
     assert plan.histories == []
-    assert set(request.blocks).isdisjoint(start.blocks)
+    assert set(request.blocks).isdisjoint(start.wish.blocks)
 
 
 def test_what_is_cached_here_may_leave_too_little_to_ask_for() -> None:
@@ -100,7 +110,7 @@ def test_who_was_preempted_after_a_read_computes_again() -> None:
     desk.work()
     request = arrive(desk, 22, first=50)
     desk.work()
-    desk.scheduler.note_history_ended(request, 5)
+    desk.scheduler.note_history_ended(request, 20)
     while request.num_preemptions == 0:
         assert older.phase is Phase.RUNNING
         desk.work()

@@ -79,3 +79,25 @@ def test_clearing_leaves_nothing() -> None:
     table.add(_chain("abd"), None)
     assert len(table.clear()) == 6
     assert (table.num_conversations, table.num_blocks) == (0, 0)
+
+
+def test_a_partial_block_is_retained_after_the_full_ones_and_goes_first() -> None:
+    table = _table(max_blocks=5)
+    (partial,) = _chain("?")
+    assert table.add(_chain("abc"), None, partial) == (4, ())
+    assert table.give_way(1) == (partial,)
+    assert table.give_way(1) == (_chain("abc")[2],)
+
+
+def test_the_next_turn_lets_go_of_the_partial_block() -> None:
+    table = _table()
+    first, second = BlockHash(b"1" * 32), BlockHash(b"2" * 32)
+    table.add(_chain("ab"), None, first)
+    kept, leaving = table.add(_chain("abc"), None, second)
+    assert (kept, set(leaving)) == (4, {*_chain("ab"), first})
+    assert (table.num_conversations, table.num_blocks) == (1, 4)
+
+
+def test_beyond_the_cap_the_partial_block_is_left_out() -> None:
+    table = _table(max_blocks=2)
+    assert table.add(_chain("ab"), None, BlockHash(b"1" * 32)) == (2, ())

@@ -15,6 +15,7 @@ from kvferry.connector.ports import (
     ReceiveOutcome,
     ReceiveResult,
 )
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
@@ -99,15 +100,9 @@ class _Exchange:
     def contact(self, peer: PeerAddress) -> None:
         self.calls.append(("contact", peer))
 
-    def read_history(
-        self,
-        peer: PeerAddress,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[BlockNumber],
-        min_blocks: int,
-    ) -> TransferId:
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         transfer_id = TransferId("history-1")
-        self._hold(transfer_id, blocks)
+        self._hold(transfer_id, wish.blocks)
         return transfer_id
 
     def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
@@ -221,8 +216,13 @@ def test_nothing_is_told_of_a_request_that_was_ended(rig: _Rig) -> None:
     assert rig.desk.num_receives == 0
 
 
+def _history() -> FillHistory:
+    hashes = (BlockHash(b"h" * 32),)
+    return FillHistory(_A, PEER, hashes, blocks(4), tuple(range(4)), 4, 1)
+
+
 def test_a_history_is_its_requests_too_and_ended_with_it(rig: _Rig) -> None:
-    rig.desk.obey(FillHistory(_A, PEER, (BlockHash(b"h" * 32),), blocks(4), 1))
+    rig.desk.obey(_history())
     history = next(iter(rig.exchange.held))
     rig.exchange.results = [ReceiveResult(history, ReceiveOutcome.GONE, "not here")]
     (end,) = rig.desk.take_ends()
@@ -231,9 +231,21 @@ def test_a_history_is_its_requests_too_and_ended_with_it(rig: _Rig) -> None:
     assert rig.exchange.calls[-1] == ("end_receive", history, True)
 
 
+def test_of_a_history_full_blocks_and_the_tokens_after_them_are_counted_apart(rig: _Rig) -> None:
+    rig.desk.obey(_history())
+    history = next(iter(rig.exchange.held))
+    result = ReceiveResult(
+        history, ReceiveOutcome.RECEIVED, num_blocks=3, num_partial_tokens=2, num_bytes=9
+    )
+    rig.exchange.results = [result]
+    (end,) = rig.desk.take_ends()
+    assert (end.num_blocks, end.num_partial_tokens, end.num_bytes) == (2, 2, 9)
+    assert (end.is_received, end.mode) == (True, "history")
+
+
 def test_a_history_that_cannot_be_asked_for_is_a_failure(rig: _Rig) -> None:
     rig.exchange.error = LocalProtocolError("unequal")
-    rig.desk.obey(FillHistory(_A, PEER, (BlockHash(b"h" * 32),), blocks(4), 1))
+    rig.desk.obey(_history())
     (end,) = rig.desk.take_ends()
     assert not end.is_received
     assert rig.pins.take_returned() == [4]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.blocks.partials import PartialContent
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash
 from kvferry.vllm_plugin.pins import PinnedBlocks
@@ -127,3 +128,27 @@ def test_what_is_forgotten_stays_pinned_while_a_peer_reads_it() -> None:
     assert pins.take_returned() == list(blocks(2))
     pins.drop(blocks(1))
     assert pins.take_returned() == list(blocks(1, 1))
+
+
+def test_a_partial_block_is_found_by_the_block_before_it_until_it_is_let_go() -> None:
+    pins = PinnedBlocks(8)
+    a, rest = _hashes("a", "rest")
+    pins.retain([a, rest], blocks(4, 5), 3)
+    content = PartialContent(a, 3, rest)
+    assert pins.acquire_partials(a, 8) == [(content, 5)]
+    pins.let_go([rest])
+    assert pins.acquire_partials(a, 8) == []
+    assert pins.take_returned() == []
+    pins.drop(blocks(5))
+    assert pins.take_returned() == [5]
+
+
+def test_partial_blocks_are_forgotten_with_all_others() -> None:
+    pins = PinnedBlocks(8)
+    a, rest = _hashes("a", "rest")
+    pins.retain([a, rest], blocks(4, 5), 3)
+    pins.retain([a, rest], blocks(6, 7), 3)
+    pins.forget()
+    assert pins.acquire_partials(a, 8) == []
+    assert sorted(pins.take_returned()) == [4, 5, 6, 7]
+    assert pins.num_pinned == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.protocol.hashing import next_block_hash
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import parse_params
 from kvferry.vllm_plugin.orders import (
@@ -20,6 +21,7 @@ from kvferry.vllm_plugin.orders import (
     LetGo,
     MakeRoom,
     Offer,
+    PartialFill,
     RestartSend,
     Retain,
     StepReport,
@@ -212,13 +214,57 @@ def test_a_history_is_read_into_the_blocks_after_the_cached_ones() -> None:
     rig = SchedulerRig()
     request = add_prefill(rig, num_tokens=14, history=PEER_FIELDS)
     assert rig.orders.take() == [Contact(PEER)]
-    # The last token is always computed, and only full blocks have a hash.
-    assert rig.half.count_external(request, 4) == 8
-    rig.allocate(request, 0, 3, external=8)
+    # The last token is always computed; what is in the last block may be found.
+    assert rig.half.count_external(request, 4) == 9
+    rig.allocate(request, 0, 4, external=9)
     (fill,) = rig.orders.take()
     assert isinstance(fill, FillHistory)
-    assert (fill.blocks, len(fill.hashes), fill.min_blocks) == (blocks(1, 2), 2, 1)
-    assert rig.pool.held() == {0: 1, 1: 2, 2: 2}
+    assert (fill.blocks, len(fill.hashes), fill.min_blocks) == (blocks(1, 2, 3), 2, 1)
+    assert fill.tokens == tuple(range(4, 13))
+    assert rig.pool.held() == {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+@pytest.mark.parametrize(("num_tokens", "external"), [(8, 0), (9, 8), (12, 11), (13, 12)])
+def test_only_full_blocks_make_a_history_worth_asking_for(num_tokens: int, external: int) -> None:
+    rig = SchedulerRig(recompute_threshold_tokens=8)
+    request = add_prefill(rig, num_tokens=num_tokens, history=PEER_FIELDS)
+    assert rig.half.count_external(request, 0) == external
+
+
+def test_a_history_that_ends_with_a_block_needs_no_other() -> None:
+    rig = SchedulerRig()
+    request = add_prefill(rig, num_tokens=13, history=PEER_FIELDS)
+    rig.orders.take()
+    rig.allocate(request, 0, 3, external=rig.half.count_external(request, 4) or 0)
+    (fill,) = rig.orders.take()
+    assert isinstance(fill, FillHistory)
+    assert (fill.blocks, len(fill.hashes)) == (blocks(1, 2), 2)
+
+
+def _filled_in_part(rig: SchedulerRig) -> FakeRequest:
+    """vLLM has been told of one full block after the cached one."""
+    request = add_prefill(rig, num_tokens=14, history=PEER_FIELDS)
+    rig.allocate(request, 0, 4, external=rig.half.count_external(request, 4) or 0)
+    request.num_computed_tokens = 8
+    return request
+
+
+def test_what_came_of_a_partial_block_is_added_to_what_vllm_counts() -> None:
+    rig = SchedulerRig()
+    request = _filled_in_part(rig)
+    rig.half.note_step_done(StepReport(1, partials=(PartialFill(RequestId("p"), 1, 3),)))
+    assert request.num_computed_tokens == 11
+
+
+def test_it_is_not_added_to_any_other_count() -> None:
+    rig = SchedulerRig()
+    request = _filled_in_part(rig)
+    request.num_computed_tokens = 13
+    report = StepReport(1, partials=(PartialFill(RequestId("p"), 1, 3),))
+    rig.half.note_step_done(report)
+    assert request.num_computed_tokens == 13
+    rig.end(request, ended_well=False)
+    rig.half.note_step_done(report)
 
 
 def test_an_answer_is_retained_by_references_without_what_was_never_computed() -> None:
@@ -227,7 +273,30 @@ def test_an_answer_is_retained_by_references_without_what_was_never_computed() -
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
     assert retain.blocks == blocks(0, 1)
+    assert (len(retain.hashes), retain.num_partial_tokens) == (2, 0)
     assert rig.pool.held() == {0: 1, 1: 1}
+
+
+def test_an_answer_that_ends_within_a_block_is_retained_to_its_last_token() -> None:
+    rig = SchedulerRig()
+    request = rig.add("r", 6)
+    rig.allocate(request, 0, 3, external=0)
+    request.answer, request.num_computed_tokens = [1, 2, 3, 4, 5], 10
+    rig.end(request)
+    (retain,) = rig.orders.take()
+    assert isinstance(retain, Retain)
+    assert retain.blocks == blocks(0, 1, 2)
+    assert retain.num_partial_tokens == 2
+    assert retain.hashes[2] == next_block_hash(retain.hashes[1], [3, 4])
+
+
+def test_nothing_is_retained_of_less_than_a_block() -> None:
+    rig = SchedulerRig()
+    request = rig.add("r", 2)
+    rig.allocate(request, 0, 1, external=0)
+    request.answer, request.num_computed_tokens = [1], 2
+    rig.end(request)
+    assert rig.orders.take() == []
 
 
 def test_a_step_in_flight_is_not_counted_as_computed() -> None:
@@ -239,7 +308,8 @@ def test_a_step_in_flight_is_not_counted_as_computed() -> None:
     rig.end(request)
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
-    assert retain.blocks == blocks(0)
+    assert retain.blocks == blocks(0, 1)
+    assert retain.num_partial_tokens == 3
 
 
 def test_retention_gives_way_to_the_largest_prompt_that_waits() -> None:
@@ -254,7 +324,7 @@ def test_retention_gives_way_to_the_largest_prompt_that_waits() -> None:
     rig.half.plan_step(NOTHING)
     (let_go,) = rig.orders.take()
     assert isinstance(let_go, LetGo)
-    assert len(let_go.hashes) == 10 + 25 - 32
+    assert len(let_go.hashes) == 11 + 25 - 32
 
 
 def test_unread_handoffs_give_way_once_nothing_is_retained() -> None:

@@ -15,7 +15,7 @@ from kvferry.transport.base import MemoryRegion
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.vllm_plugin import worker_side
 from kvferry.vllm_plugin.order_link import OrderClient
-from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, StepOrders
+from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, PartialFill, StepOrders
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.worker_side import ParkedRequests, WorkerHalf
 from tests.unit.vllm_plugin.fake_engine import blocks
@@ -60,6 +60,22 @@ def test_of_one_that_was_filled_in_part_the_rest_is_named() -> None:
     told = parked.take(set())
     assert (told.finished, told.failed) == ({"a"}, set())
     assert told.unfilled_blocks == {5, 6}
+    assert told.partials == []
+
+
+def test_a_partial_block_is_named_as_not_filled_and_told_with_it() -> None:
+    parked = _parked()
+    parked.note([FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)])
+    told = parked.take(set())
+    assert told.unfilled_blocks == {5, 6}
+    assert told.partials == [PartialFill(_A, 1, 3)]
+    assert parked.take(set()).partials == []
+
+
+def test_nothing_is_told_of_an_aborted_ones_partial_block() -> None:
+    parked = _parked()
+    parked.note([FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)])
+    assert parked.take({"a"}).partials == []
 
 
 def test_an_aborted_one_is_finished_so_that_its_blocks_are_freed() -> None:
