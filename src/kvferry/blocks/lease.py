@@ -76,6 +76,7 @@ class LeaseTable:
         self._leases: dict[LeaseId, Lease] = {}
         self._cover = Cover()
         self._cover_by_owner: dict[str, Cover] = {}
+        self._max_per_owner = int(limits.max_share_per_peer * pool.num_blocks)
         self._next_id = 1
 
     @property
@@ -95,6 +96,15 @@ class LeaseTable:
             raise LeaseNotFoundError(f"lease {lease_id} does not exist (any more)")
         return lease
 
+    def room(self, owner: str, blocks: Sequence[BlockNumber]) -> int:
+        """Return how many more blocks ``owner`` could have beside its leases and ``blocks``.
+
+        Below 0, ``blocks`` alone are too many.
+        """
+        cover = self._cover_by_owner.get(owner, Cover())
+        num_covered = len(cover) + sum(1 for block in blocks if block not in cover)
+        return self._max_per_owner - num_covered
+
     def grant(self, owner: str, blocks: Sequence[BlockNumber], duration_s: float) -> Lease:
         """Promise ``blocks`` to ``owner`` for ``duration_s`` from now, capped by the limits.
 
@@ -104,14 +114,14 @@ class LeaseTable:
         duration_s = self._capped(duration_s)
         if len(set(blocks)) != len(blocks):
             raise LocalProtocolError("a lease names each block once")
-        cover = self._cover_by_owner.get(owner, Cover())
-        num_covered = len(cover) + sum(1 for block in blocks if block not in cover)
-        allowed = int(self._limits.max_share_per_peer * self._pool.num_blocks)
-        if num_covered > allowed:
+        room = self.room(owner, blocks)
+        if room < 0:
             raise CapacityError(
-                f"leases of {owner} would cover {num_covered} blocks, {allowed} are allowed"
+                f"leases of {owner} would cover {self._max_per_owner - room} blocks, "
+                f"{self._max_per_owner} are allowed"
             )
         self._pool.hold(blocks)
+        cover = self._cover_by_owner.setdefault(owner, Cover())
         lease = Lease(
             lease_id=LeaseId(self._next_id),
             owner=owner,
@@ -122,7 +132,6 @@ class LeaseTable:
         self._leases[lease.lease_id] = lease
         self._cover.add(lease.blocks)
         cover.add(lease.blocks)
-        self._cover_by_owner[owner] = cover
         return lease
 
     def renew(self, lease_id: LeaseId, duration_s: float) -> float:

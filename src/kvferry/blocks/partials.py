@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.hashing import next_block_hash
@@ -44,9 +45,11 @@ class PartialBlocks:
         return len(self._by_hash)
 
     def add(self, content: PartialContent) -> None:
-        """Let ``content`` be found. Raises ``LocalProtocolError`` for one without a token."""
+        """Let ``content`` be found, as the newest. Raises ``LocalProtocolError`` for one without a
+        token."""
         if content.num_tokens < 1:
             raise LocalProtocolError(f"a partial block cannot have {content.num_tokens} tokens")
+        self.discard(content.block_hash)
         self._by_hash[content.block_hash] = content
         self._after.setdefault(content.parent, {})[content.block_hash] = content
 
@@ -66,4 +69,4 @@ class PartialBlocks:
 
     def after(self, parent: BlockHash, max_count: int) -> list[PartialContent]:
         """Return what follows the block ``parent``, the newest ``max_count``, newest first."""
-        return list(reversed(self._after.get(parent, {}).values()))[:max_count]
+        return list(islice(reversed(self._after.get(parent, {}).values()), max_count))

@@ -7,6 +7,7 @@ prompt's blocks, however old or wrong the hint was that sent it here. Not locked
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.blocks.lease import LeaseLimits, LeaseTable
@@ -16,7 +17,7 @@ from kvferry.connector.effects import CountHistoryEnd, Effect
 from kvferry.connector.ports import BlockPort
 from kvferry.connector.serving import Serving
 from kvferry.errors import CapacityError
-from kvferry.protocol.ids import LeaseId, TransferId
+from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 from kvferry.protocol.messages import (
     MAX_PARTIALS,
     AcquireHistory,
@@ -77,14 +78,16 @@ class HistoryPlanner:
         name = _ReaderLease(reader, message.transfer_id)
         effects = self._end(name, "replaced")
         found = self._blocks.acquire_cached(message.block_hashes[: self._max_blocks])
-        partials = self._acquire_partials(message, len(found))
+        partials = self._acquire_partials(message, found)
         held = [*found, *(partial.block for partial in partials)]
         try:
             if len(found) < max(1, message.min_blocks):
                 wanted = f"{max(1, message.min_blocks)} of {len(message.block_hashes)} were wanted"
                 detail = f"{len(found)} leading blocks are here, at least {wanted}"
                 return decline(DeclineReason.GONE, detail), effects
-            lease = self._leases.grant(reader, held, message.duration_s)
+            partials = partials[: max(0, self._leases.room(reader, found))]
+            leased = [*found, *(partial.block for partial in partials)]
+            lease = self._leases.grant(reader, leased, message.duration_s)
         except CapacityError as error:
             return decline(DeclineReason.PRESSURE, str(error)), effects
         finally:
@@ -96,16 +99,19 @@ class HistoryPlanner:
         return Granted(lease.lease_id, duration_s, tuple(found), partials=partials), effects
 
     def _acquire_partials(
-        self, message: AcquireHistory, num_found: int
+        self, message: AcquireHistory, found: Sequence[BlockNumber]
     ) -> tuple[PartialBlock, ...]:
         """What may follow the last full block that was found; the reader sees what does."""
-        if not message.want_partials or not num_found:
+        if not message.want_partials or not found:
             return ()
-        parent = message.block_hashes[num_found - 1]
-        max_count = min(MAX_PARTIALS, self._max_blocks - num_found)
+        parent = message.block_hashes[len(found) - 1]
+        acquired = self._blocks.acquire_partials(parent, MAX_PARTIALS)
+        # A reader may ask for anything: also for a partial block's hash, as if it were a full one.
+        self._blocks.drop([block for _, block in acquired if block in found])
         return tuple(
             PartialBlock(block, content.num_tokens, content.block_hash)
-            for content, block in self._blocks.acquire_partials(parent, max_count)
+            for content, block in acquired
+            if block not in found
         )
 
     def release(self, reader: str, message: Release) -> list[Effect] | None:

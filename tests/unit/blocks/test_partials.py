@@ -36,6 +36,15 @@ def test_what_follows_a_block_is_found_newest_first() -> None:
     assert index.after(BlockHash(b"x" * 32), 8) == []
 
 
+def test_what_ends_the_same_way_again_is_the_newest_again() -> None:
+    index = PartialBlocks()
+    a, b, c = after("abc")
+    for content in (a, b, c, a):
+        index.add(content)
+    assert index.after(ROOT, 2) == [a, c]
+    assert len(index) == 3
+
+
 def test_nothing_is_left_of_what_was_discarded() -> None:
     index = PartialBlocks()
     a, b = after("ab")

@@ -89,6 +89,31 @@ def test_they_count_for_the_readers_share_of_the_pool() -> None:
     assert (len(reply.blocks), len(reply.partials)) == (3, 1)
 
 
+def test_a_share_that_full_blocks_fill_has_no_room_for_them() -> None:
+    """They are the least that a reader asks for: no reason to decline the rest."""
+    world = make_world(num_blocks=16, max_history_share=0.5)
+    others = fill(world, hashes_of(salt="other", count=4))
+    fill(world, hashes_of(count=4))
+    end_in(world, own(4, 5))
+    ask(world, hashes_of(salt="other"), transfer_id=TransferId("history-7-2"))
+    reply, _ = ask(world, hashes_of(), want_partials=True)
+    assert isinstance(reply, Granted)
+    assert (len(others), len(reply.blocks), len(reply.partials)) == (4, 4, 0)
+
+
+def test_a_partial_block_asked_for_as_a_full_one_is_leased_once(world: World) -> None:
+    """Only a reader that lies does so: it may get what it asked for, and nobody else is hurt."""
+    (full,) = fill(world, hashes_of(count=1))
+    content = own(1, 5)
+    partial = end_in(world, content)
+    reply, _ = ask(world, [content.block_hash, hashes_of()[0]], want_partials=True)
+    assert isinstance(reply, Granted)
+    assert (reply.blocks, reply.partials) == ((partial, full), ())
+    assert world.pool.num_references(partial) == 1
+    release(world)
+    world.assert_idle()
+
+
 # -- the reader -------------------------------------------------------------------------------
 
 
