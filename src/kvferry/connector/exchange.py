@@ -179,6 +179,10 @@ class Exchange:
         self._mover.submit(self._planner.complete_send(transfer_id, blocks, end))
         return HandoffOffer(self.address, self._config.handoff_lease_s)
 
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        """See ``ConnectorPort``."""
+        return self._planner.is_send_wanted(transfer_id)
+
     def take_stopped_sends(self) -> list[TransferId]:
         """See ``ConnectorPort``."""
         return self._planner.take_stopped_sends()

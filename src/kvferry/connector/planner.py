@@ -149,6 +149,11 @@ class Planner:
         with self._lock:
             return self._push_sender.complete(transfer_id, blocks, end)
 
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        """See ``ConnectorPort.is_send_wanted``."""
+        with self._lock:
+            return self._push_sender.is_wanted(transfer_id)
+
     def take_stopped_sends(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
         with self._lock:
@@ -224,8 +229,9 @@ class Planner:
             effects = self._history.release(reader, message)
             if effects is not None:
                 return Released(), effects
-            answer = self._push_sender.release(reader, message)
-            return answer if answer is not None else self._sender.release(reader, message)
+            if message.transfer_id in self._sender:
+                return self._sender.release(reader, message)
+            return self._push_sender.release(reader, message)
 
     def lose_reader(self, reader: str) -> list[Effect]:
         """A reader's link has ended, or is about to be made anew."""

@@ -229,6 +229,11 @@ class ConnectorPort(Protocol):
         """Push: as ``offer``, for a send that was begun."""
         ...
 
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        """Push: False if the receiver has said, before the send was begun, that it wants nothing
+        of it. The engine is woken when that changes."""
+        ...
+
     def take_stopped_sends(self) -> list[TransferId]:
         """Push: return the sends whose receiver wants nothing of them, so that their prefill need
         not go on."""

@@ -145,6 +145,10 @@ class PushSender:
         failed = Failed(transfer_id, FailureReason.ABORTED, True, "the prefill never began")
         return [self._remember_end(transfer_id, failed)]
 
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        """See ``ConnectorPort.is_send_wanted``."""
+        return transfer_id not in self._unwanted
+
     def take_stopped(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
         stopped, self._stopped = self._stopped, []
@@ -214,8 +218,8 @@ class PushSender:
             effects.append(Notify(transfer_id, first_token_notice(send, send.end)))
         return Renewed(duration_s, True), effects
 
-    def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]] | None:
-        """Take in that the receiver wants no more; None: not ours."""
+    def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
+        """Take in that the receiver wants no more."""
         transfer_id = message.transfer_id
         send = self._sends.get(transfer_id)
         if send is not None:
@@ -225,11 +229,12 @@ class PushSender:
             return Released(is_quiet), [] if is_anothers else self._step(send, SendEvent.RELEASED)
         if transfer_id in self._ends:
             return Released(), []
-        if self._early.withdraw(transfer_id, reader):
-            self._unwanted[transfer_id] = True
-            if len(self._unwanted) > MAX_REMEMBERED_ENDS:
-                self._unwanted.popitem(last=False)
-        return None
+        if not self._early.withdraw(transfer_id, reader):
+            return Released(), []
+        self._unwanted[transfer_id] = True
+        if len(self._unwanted) > MAX_REMEMBERED_ENDS:
+            self._unwanted.popitem(last=False)
+        return Released(), [NotifyEngine()]
 
     def lose_reader(self, reader: str) -> list[Effect]:
         """``reader`` connects anew: what it had registered before may be another's by now."""

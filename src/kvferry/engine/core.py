@@ -128,6 +128,7 @@ class EngineCore:
         self._retention.expire()
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
+        self._end_unwanted_reads(plan)
         ended = self._receives.follow(plan)
         for request in ended:
             self._receives.end(request, needed=True)
@@ -239,6 +240,12 @@ class EngineCore:
         if result.num_partial_tokens:
             num_tokens -= self._block_size_tokens - result.num_partial_tokens
         return num_tokens
+
+    def _end_unwanted_reads(self, plan: StepPlan) -> None:
+        """A push that decode needs nothing of needs no history: neither read it nor go on."""
+        for request in [r for r in self.scheduler.receiving if not self._sender.is_wanted(r)]:
+            self._finish(request, FinishReason.NOT_NEEDED)
+        plan.histories = [h for h in plan.histories if h.request.phase is Phase.RECEIVING]
 
     def _note_failure(self, request: LiveRequest, detail: str) -> None:
         request_id, outcome = request.request.request_id, request.receive_outcome

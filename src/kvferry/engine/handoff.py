@@ -109,6 +109,13 @@ class HandoffSender:
         del self._pushes[transfer.transfer_id]
         self._connector.withdraw(transfer.transfer_id)
 
+    def is_wanted(self, request: LiveRequest) -> bool:
+        """Push: whether the receiver has not said, before the first step, that it needs nothing."""
+        transfer = _push_of(request)
+        if transfer is None or self._connector is None:
+            return True
+        return self._connector.is_send_wanted(transfer.transfer_id)
+
     def take_stopped(self) -> list[LiveRequest]:
         """Return the requests whose receiver needs nothing of them (any more)."""
         if not self._pushes or self._connector is None:

@@ -315,8 +315,17 @@ def test_a_push_larger_than_the_share_does_not_give_itself_up() -> None:
 
 
 def test_a_receiver_that_wants_nothing_before_prefill_is_known_stops_it_then(world: World) -> None:
-    world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
+    assert world.planner.is_send_wanted(TRANSFER)
+    _, effects = world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
+    assert effects == [NotifyEngine()]
+    assert not world.planner.is_send_wanted(TRANSFER)
     blocks = begin(world)
     assert world.planner.take_stopped_sends() == [TRANSFER]
     world.pool.drop(blocks)
     world.assert_idle()
+
+
+def test_what_one_receiver_does_not_want_another_may(world: World) -> None:
+    world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
+    world.planner.answer_register("decode-9/1", make_register())
+    assert world.planner.is_send_wanted(TRANSFER)

@@ -116,6 +116,8 @@ class FakeConnector:
     """Push: what the engine has said of each."""
     first_tokens: list[FirstTokenArrival] = field(default_factory=list)
     stopped: list[TransferId] = field(default_factory=list)
+    unwanted: set[TransferId] = field(default_factory=set)
+    """Push: let go before the send was begun."""
     refused: set[TransferId] = field(default_factory=set)
     """Push: may not have blocks yet."""
     broken: set[TransferId] = field(default_factory=set)
@@ -207,6 +209,9 @@ class FakeConnector:
         self.pool.hold(blocks)
         self.offers[transfer_id] = tuple(blocks)
         return HandoffOffer(PEER, lease_s=30.0)
+
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        return transfer_id not in self.unwanted
 
     def take_stopped_sends(self) -> list[TransferId]:
         with self.changed:

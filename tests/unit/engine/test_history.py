@@ -178,6 +178,26 @@ def test_an_abort_in_mid_read_tells_the_connector(rig: Rig) -> None:
     rig.connector.finish_history(history_id, ReceiveOutcome.RECEIVED, 6)  # too late to matter
 
 
+PUSHING = msgspec.structs.replace(SENDING, mode=Mode.PUSH)
+
+
+def test_a_push_that_is_not_needed_reads_no_history(rig: Rig) -> None:
+    rig.connector.unwanted.add(PUSHING.transfer_id)
+    answer = rig.submit(random_prompt(100), transfer=PUSHING)
+    assert answer.wait().reason is FinishReason.NOT_NEEDED
+    assert rig.connector.histories == {}
+
+
+def test_a_push_that_is_needed_no_more_ends_its_read(rig: Rig) -> None:
+    answer = rig.submit(random_prompt(100), transfer=PUSHING)
+    history_id, asked = rig.connector.wait_history()
+    rig.connector.unwanted.add(PUSHING.transfer_id)
+    rig.engine.wake()
+    assert answer.wait().reason is FinishReason.NOT_NEEDED
+    assert rig.connector.ended == [history_id]
+    rig.pool.drop(asked.wish.blocks)  # the connector's
+
+
 # -- retention --------------------------------------------------------------------------------
 
 

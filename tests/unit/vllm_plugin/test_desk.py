@@ -123,6 +123,9 @@ class _Exchange:
         return []
 
     def offer(
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        return True
+
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:
         self._hold(transfer_id, blocks)
