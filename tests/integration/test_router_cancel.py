@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from kvferry.router.prefill_leg import PrefillLeg
+from kvferry.router.upstream import LegAnswer
 from kvferry.testing.scripted_engine import ScriptedEngine
 from tests.integration.router_setup import PATH, Deployment, deployment
 
@@ -95,6 +97,30 @@ async def test_client_leaves_as_prefill_answers() -> None:
         await world.wait_settled()
         assert sum((await world.outcomes()).values()) == 20
         world.assert_nothing_held()
+
+
+async def test_leaving_with_the_whole_answer_gives_the_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_ending = asyncio.Event()
+
+    async def end_slowly(_: PrefillLeg) -> LegAnswer:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    monkeypatch.setattr(PrefillLeg, "run", end_slowly)
+    async with deployment(capabilities=("pull", "push")) as world:
+        caller = await Caller.call(world, _STREAM)
+        await caller.reader.readuntil(b"data: [DONE]")
+        async with asyncio.timeout(30):
+            await is_ending.wait()
+        await caller.leave()
+        await world.wait_settled()
+        assert world.router.fleet.snapshot().decode[0].num_inflight == 0
 
 
 async def test_client_that_stops_reading_is_let_go_at_the_deadline() -> None:

@@ -100,9 +100,11 @@ class PushAttempt:
         tasks = [task for task in (self._prefill, self._decode) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._decode_leg is not None:
-            self._decode_leg.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # A client leaves when it has the answer, and that ends this wait.
+            if self._decode_leg is not None:
+                self._decode_leg.close()
 
     async def _wait(self) -> None:
         """Wait until a leg has ended, or the decode instance is to be chosen."""
