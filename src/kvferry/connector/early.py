@@ -15,6 +15,7 @@ from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import Declined, DeclineReason, Register, Registered, decline
 
 MAX_EARLY_BLOCKS = 262_144
+MAX_UNWANTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class EarlyRegistrations:
         self._clock = clock
         self._kept: OrderedDict[TransferId, EarlyRegistration] = OrderedDict()
         self._num_blocks = 0
+        self._unwanted: OrderedDict[TransferId, None] = OrderedDict()
+        """Released before their prefill was known."""
 
     def __len__(self) -> int:
         """Return how many are kept."""
@@ -45,6 +48,7 @@ class EarlyRegistrations:
 
     def put(self, reader: str, message: Register) -> Registered | Declined:
         """Keep a registration, or decline it where there is no room; the latest generation wins."""
+        self._unwanted.pop(message.transfer_id, None)
         kept = self._kept.get(message.transfer_id)
         is_repeated = kept is not None and kept.reader == reader
         if kept is not None and is_repeated and kept.message.generation >= message.generation:
@@ -73,7 +77,20 @@ class EarlyRegistrations:
         if early is not None and early.reader != reader:
             return False
         self.pop(transfer_id)
+        self._unwanted[transfer_id] = None
+        if len(self._unwanted) > MAX_UNWANTED:
+            self._unwanted.popitem(last=False)
         return True
+
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        """Return whether nobody has withdrawn from a transfer, or another has registered since."""
+        return transfer_id not in self._unwanted
+
+    def begin(self, transfer_id: TransferId) -> bool:
+        """The prefill is known from now on; return whether it is wanted."""
+        is_wanted = self.is_wanted(transfer_id)
+        self._unwanted.pop(transfer_id, None)
+        return is_wanted
 
     def drop_reader(self, reader: str) -> None:
         """Forget all that ``reader`` has registered."""

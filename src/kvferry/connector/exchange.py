@@ -172,6 +172,10 @@ class Exchange:
         """See ``ConnectorPort``."""
         self._mover.submit(self._planner.advance_send(transfer_id, blocks, num_tokens))
 
+    def pause_send(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort``."""
+        self._planner.pause_send(transfer_id)
+
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:

@@ -142,6 +142,11 @@ class Planner:
         with self._lock:
             return self._push_sender.advance(transfer_id, blocks, num_tokens)
 
+    def pause_send(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort.pause_send``."""
+        with self._lock:
+            self._push_sender.pause(transfer_id)
+
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> list[Effect]:

@@ -223,6 +223,11 @@ class ConnectorPort(Protocol):
         ``blocks``. After a preemption it may be fewer again; what was written stays right."""
         ...
 
+    def pause_send(self, transfer_id: TransferId) -> None:
+        """Push: the prefill was preempted: until the next ``advance_send`` it has no blocks, and
+        its receiver must not count on its going on. Safe to repeat."""
+        ...
+
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:

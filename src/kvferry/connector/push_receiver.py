@@ -229,7 +229,10 @@ class PushReceiver:
             fill.detail = event.reply.detail
             return self._step(fill, FillEvent.PEER_LOST)
         fill.is_known = True
-        return self._admit(fill) if event.reply.is_admitted else []
+        if not event.reply.is_admitted:
+            fill.is_admitted = fill.end is not None  # The prefill may have been preempted.
+            return []
+        return self._admit(fill)
 
     def _admit(self, fill: Fill) -> list[Effect]:
         if fill.is_admitted:

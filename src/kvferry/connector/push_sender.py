@@ -75,8 +75,6 @@ class PushSender:
         self._sends: OrderedDict[TransferId, Send] = OrderedDict()
         self._early = EarlyRegistrations(config, clock)
         self._ends: OrderedDict[TransferId, Notice] = OrderedDict()
-        self._unwanted: OrderedDict[TransferId, bool] = OrderedDict()
-        """Released before they were begun."""
         self._running_blocks: Counter[str] = Counter()
         self._next_write_id = 1
         self._stopped: list[TransferId] = []
@@ -99,7 +97,7 @@ class PushSender:
         send = Send(transfer_id, prompt)
         self._sends[transfer_id] = send
         effects: list[Effect] = [Notify(transfer_id, Admitted(transfer_id))]
-        if self._unwanted.pop(transfer_id, False):
+        if not self._early.begin(transfer_id):
             return effects + self._step(send, SendEvent.RELEASED)
         early = self._early.pop(transfer_id)
         if early is None:
@@ -119,7 +117,14 @@ class PushSender:
             return []
         send.blocks = tuple(blocks)
         send.num_ready = num_tokens // self._block_size_tokens
+        send.has_blocks = True
         return self._step(send, SendEvent.ADVANCED)
+
+    def pause(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort.pause_send``."""
+        send = self._sends.get(transfer_id)
+        if send is not None:
+            send.has_blocks = False
 
     def complete(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
@@ -147,7 +152,7 @@ class PushSender:
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
         """See ``ConnectorPort.is_send_wanted``."""
-        return transfer_id not in self._unwanted
+        return self._early.is_wanted(transfer_id)
 
     def take_stopped(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
@@ -183,7 +188,6 @@ class PushSender:
             if end is not None:
                 detail = f"the push of {message.transfer_id} has ended"
                 return decline(DeclineReason.GONE, detail), [Notify(message.transfer_id, end)]
-            self._unwanted.pop(message.transfer_id, None)
             return self._early.put(reader, message), []
         refusal = find_mismatch(send.prompt, message, self._block_size_tokens)
         if refusal is not None:
@@ -216,7 +220,7 @@ class PushSender:
             effects.append(Notify(transfer_id, Posting(transfer_id, send.registration.generation)))
         if send.end is not None:
             effects.append(Notify(transfer_id, first_token_notice(send, send.end)))
-        return Renewed(duration_s, True), effects
+        return Renewed(duration_s, send.is_admitted), effects
 
     def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
         """Take in that the receiver wants no more."""
@@ -229,12 +233,8 @@ class PushSender:
             return Released(is_quiet), [] if is_anothers else self._step(send, SendEvent.RELEASED)
         if transfer_id in self._ends:
             return Released(), []
-        if not self._early.withdraw(transfer_id, reader):
-            return Released(), []
-        self._unwanted[transfer_id] = True
-        if len(self._unwanted) > MAX_REMEMBERED_ENDS:
-            self._unwanted.popitem(last=False)
-        return Released(), [NotifyEngine()]
+        is_unwanted = self._early.withdraw(transfer_id, reader)
+        return Released(), [NotifyEngine()] if is_unwanted else []
 
     def lose_reader(self, reader: str) -> list[Effect]:
         """``reader`` connects anew: what it had registered before may be another's by now."""

@@ -49,8 +49,15 @@ class Send:
     registration: Registration | None = None
     running: dict[int, RunningWrite] = field(default_factory=dict)
     end: PrefillEnd | None = None
+    has_blocks: bool = True
+    """Whether the prefill has all its blocks: not while it is preempted."""
     detail: str = ""
     grace_ends_s: float = float("inf")
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the prefill goes on by itself, or has ended."""
+        return self.has_blocks or self.end is not None
 
     @property
     def is_written(self) -> bool:

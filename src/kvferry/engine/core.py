@@ -129,6 +129,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
         self._end_unwanted_reads(plan)
+        self._sender.pause()
         ended = self._receives.follow(plan)
         for request in ended:
             self._receives.end(request, needed=True)

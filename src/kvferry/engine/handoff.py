@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.connector.ports import ConnectorPort, HandoffOffer, PrefillEnd, PromptIdentity
-from kvferry.engine.live_request import LiveRequest
+from kvferry.engine.live_request import LiveRequest, Phase
 from kvferry.engine.plan import Chunk
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.hashing import prompt_digest
@@ -56,6 +56,12 @@ class HandoffSender:
             if transfer is not None:
                 blocks = tuple(request.blocks)
                 self._connector.advance_send(transfer.transfer_id, blocks, request.num_computed)
+
+    def pause(self) -> None:
+        """Push: receivers hear which prefills were preempted, and so have no blocks for now."""
+        for transfer_id, request in self._pushes.items():
+            if request.phase is Phase.WAITING and self._connector is not None:
+                self._connector.pause_send(transfer_id)
 
     def complete(
         self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None

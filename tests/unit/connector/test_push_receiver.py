@@ -240,6 +240,22 @@ def test_heartbeats_bound_the_wait_for_a_sender_that_forgot(world: World) -> Non
     world.assert_idle()
 
 
+def test_a_prefill_that_was_preempted_is_admitted_no_more_until_it_goes_on() -> None:
+    """Its receiver's blocks may be what it waits for: they count, and may be taken back."""
+    world = make_world(max_registered_share=0.25)
+    blocks = start(world)
+    for is_admitted in (True, False, True):
+        world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0, is_admitted)))
+        assert world.planner.may_receive(TRANSFER, 1000) is is_admitted
+    notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest))
+    world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0)))
+    assert world.planner.may_receive(TRANSFER, 1000), "it needs no blocks any more"
+    world.planner.end_receive(TRANSFER, needed=True)
+    world.planner.handle(ReleaseAnswered(TRANSFER, True))
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
 def test_a_heartbeat_is_sent_every_second_until_the_end(world: World) -> None:
     blocks = start(world)
     for _ in range(3):

@@ -259,6 +259,20 @@ def test_heartbeats_have_what_was_missed_repeated(world: World) -> None:
     world.assert_idle()
 
 
+def test_a_preempted_prefill_says_that_it_has_no_blocks(world: World) -> None:
+    beat = Renew(TRANSFER, Epoch(5), 30.0)
+    blocks = begin(world)
+    world.planner.pause_send(TRANSFER)
+    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, False)
+    world.planner.advance_send(TRANSFER, blocks, 16)
+    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, True)
+    world.planner.pause_send(TRANSFER)
+    complete(world, blocks)  # with its first step, nothing was to be said of before
+    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, True)
+    world.planner.withdraw(TRANSFER)
+    world.assert_idle()
+
+
 def test_registrations_without_prefill_are_bounded_and_forgotten() -> None:
     world = make_world(max_early_registrations=2, prefill_timeout_s=10.0)
     replies = [

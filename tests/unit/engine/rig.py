@@ -202,6 +202,10 @@ class FakeConnector:
     ) -> None:
         self.sends[transfer_id].append(("advance", num_tokens))
 
+    def pause_send(self, transfer_id: TransferId) -> None:
+        if self.sends[transfer_id][-1] != ("pause", 0):
+            self.sends[transfer_id].append(("pause", 0))
+
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:

@@ -71,6 +71,7 @@ def test_a_preempted_prefill_is_begun_once(tiny_model_dir: Path) -> None:
         assert [name for name, _ in said].count("begin") == 1
         counts = [count for name, count in said if name == "advance"]
         assert counts != sorted(counts), "fewer again after the preemption"
+        assert [name for name, _ in said].count("pause") == report_of(answer).num_preemptions
         assert said[-2:] == [("advance", 108), ("complete", answer.tokens[0])]
 
 

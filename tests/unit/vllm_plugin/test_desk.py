@@ -117,6 +117,9 @@ class _Exchange:
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:
         self._hold(transfer_id, blocks)
+    def pause_send(self, transfer_id: TransferId) -> None:
+        self.calls.append(("pause_send", transfer_id))
+
         return HandoffOffer(PEER, 30.0)
 
     def take_stopped_sends(self) -> list[TransferId]:
