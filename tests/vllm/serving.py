@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 READY_S = 240.0
 STOP_S = 30.0
 IDLE_S = 20.0
+_OF_RANKS = "-cpushm_"
+"""What vLLM's tensor-parallel workers share on a CPU; vLLM itself leaves it behind."""
 
 
 def environment_folder() -> Path:
@@ -37,6 +39,16 @@ def free_port() -> int:
         return port
 
 
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` ports in a row that nobody listens on now."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 @dataclasses.dataclass(slots=True)
 class VllmServer:
     """One ``vllm serve``. ``control_port`` is 0 for one without the plugin."""
@@ -47,6 +59,7 @@ class VllmServer:
     log_path: Path
     command: list[str]
     core: int
+    num_ranks: int = 1
     process: subprocess.Popen[bytes] = dataclasses.field(init=False)
 
     def begin(self) -> None:
@@ -56,7 +69,7 @@ class VllmServer:
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(self.core),
+                env=_environment(self.core, self.num_ranks),
                 # What ends a group of processes must not end the tests with it.
                 start_new_session=True,
             )
@@ -114,6 +127,9 @@ class VllmServer:
         self.send(signal.SIGKILL)
         self.process.wait(STOP_S)
         left = self._wait_gone(shared)
+        for path in [path for path in left if _OF_RANKS in path.name]:
+            path.unlink()
+            left.remove(path)
         assert not left, f"{self.name} left {left}"
         assert not self.members(), f"{self.name} left processes"
 
@@ -175,20 +191,21 @@ def start(
     folder: Path,
     *arguments: str,
     core: int = 0,
+    num_ranks: int = 1,
     extra_config: Mapping[str, object] | None = None,
 ) -> VllmServer:
-    """Start a server on one core; with ``extra_config`` it has the plugin."""
+    """Start a server on one core for each rank; with ``extra_config`` it has the plugin."""
     port, control_port = free_port(), 0
     command = [
         str(environment_folder() / "bin" / "vllm"), "serve", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
-        "--max-num-seqs", "16", *arguments,
+        "--max-num-seqs", "16", "--tensor-parallel-size", str(num_ranks), *arguments,
     ]  # fmt: skip
     if extra_config is not None:
-        control_port = free_port()
+        control_port = free_ports(num_ranks)
         command += ["--kv-transfer-config", _transfer_config(control_port, extra_config)]
-    server = VllmServer(name, port, control_port, folder / f"{name}.log", command, core)
+    server = VllmServer(name, port, control_port, folder / f"{name}.log", command, core, num_ranks)
     server.begin()
     return server
 
@@ -243,12 +260,14 @@ def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> s
     )
 
 
-def _environment(core: int) -> dict[str, str]:
+def _environment(core: int, num_ranks: int) -> dict[str, str]:
+    num_cores = os.cpu_count() or 1
+    cores = [str((core + rank) % num_cores) for rank in range(num_ranks)]
     return {
         **os.environ,
         "PYTHONPATH": str(CALM_FOLDER),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",

@@ -30,6 +30,7 @@ _FIELD_REMEDIES = {
     "attention_backend": "use the same attention backend on all instances, and the same kind of "
     "processor where it shapes memory",
     "tensor_parallel_size": "start all instances with the same --tensor-parallel-size",
+    "tensor_parallel_rank": "name the control port of rank 0, the first of an instance's ports",
 }
 
 

@@ -40,6 +40,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Contiguous regions that make up one block: 1 when blocks are laid out block-first."""
     kv_scales_digest: str = ""
     tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    """Whose shard it is: equal shards of different ranks hold different heads."""
 
     def compared_fields(self) -> dict[str, Any]:
         """Return the fields that a peer must share, by name."""

@@ -28,6 +28,7 @@ from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
 
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
+_MAX_PORT_DIGITS = 5
 
 
 class Role(enum.StrEnum):
@@ -61,7 +62,19 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instance_id: Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     epoch: Annotated[Epoch, Meta(ge=0, le=2**62)]
     control_address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-    """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets."""
+    """ZeroMQ endpoint, ``tcp://host:port``; IPv6 hosts in brackets. With tensor parallelism that of
+    rank 0."""
+
+    def of_rank(self, rank: int) -> PeerAddress:
+        """Return where the worker of that tensor-parallel rank is: its port is ``rank`` higher.
+
+        An address without a number for a port is returned as it is, for its reader to refuse.
+        """
+        host, _, port = self.control_address.rpartition(":")
+        if not (rank and port.isascii() and port.isdigit() and len(port) <= _MAX_PORT_DIGITS):
+            return self
+        moved = f"{host}:{int(port) + rank}"
+        return PeerAddress(self.instance_id, self.epoch, moved)
 
 
 class KvTransferParams(

@@ -20,6 +20,7 @@ class EngineFacts:
     has_prefix_caching: bool
     pipeline_parallel_size: int
     tensor_parallel_size: int
+    num_hosts: int
     context_parallel_size: int
     data_parallel_size: int
     num_cache_groups: int
@@ -65,7 +66,7 @@ def unsupported(facts: EngineFacts) -> list[str]:
         ),
         (not facts.has_prefix_caching, "prefix caching off (leave it on)"),
         (facts.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (facts.tensor_parallel_size > 1, "tensor parallelism (not yet)"),
+        (facts.num_hosts > 1, "one instance on several hosts"),
         (facts.context_parallel_size > 1, "context parallelism"),
         (facts.data_parallel_size > 1, "data parallelism (run one instance for each replica)"),
         (facts.num_cache_groups != 1, "hybrid caches (more than one KV cache group)"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -28,9 +28,12 @@ from kvferry.clock import SystemClock
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import ROOT_LOGGER_NAME, configure_logging
 from kvferry.vllm_plugin.compat import check_engine, check_version
-from kvferry.vllm_plugin.engine_facts import read_facts, read_layout, read_regions
+from kvferry.vllm_plugin.engine_facts import read_facts, read_layout, read_rank, read_regions
+from kvferry.vllm_plugin.figures import ChangedFigures, ReceiveFigures
 from kvferry.vllm_plugin.order_link import OrderClient
 from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
+from kvferry.vllm_plugin.ranks import RankOrders, RankPins, RankReports, check_hellos
+from kvferry.vllm_plugin.retaining import OrderSender
 from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
 from kvferry.vllm_plugin.settings import parse_settings
 from kvferry.vllm_plugin.tracked import StepFacts
@@ -66,13 +69,15 @@ class FerryStep(KVConnectorMetadata):
 
 @dataclass
 class FerryReport(KVConnectorWorkerMetadata):
-    """One step's report, as vLLM carries it."""
+    """One step's reports by rank, as vLLM carries them."""
 
-    report: StepReport
+    reports: dict[int, StepReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """There is one worker: its report is all there is."""
-        raise LocalProtocolError("reports of several workers")
+        """Put the reports of several workers together."""
+        if not isinstance(other, FerryReport):
+            raise LocalProtocolError("a report of another connector's worker")
+        return FerryReport({**self.reports, **other.reports})
 
 
 @dataclass
@@ -96,11 +101,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         check_engine(facts)
         transfer = self._kv_transfer_config
         self._settings = parse_settings(transfer.kv_connector_extra_config)
+        self._settings.check_ports(facts.tensor_parallel_size)
         self._engine_id = str(transfer.engine_id)
         self._block_size = facts.block_size_tokens
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
-        self._client: OrderClient | None = None
+        self._rank = 0
+        self._clients: list[OrderClient] = []
+        self._rank_reports: RankReports | None = None
+        self._receives = ReceiveFigures()
+        self._changed_receives = ChangedFigures()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(self._settings, self._block_size, SystemClock())
 
@@ -108,9 +118,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the exchange beside the memory."""
+        rank = read_rank(self._vllm_config)
         regions = read_regions(kv_caches, self._kv_cache_config)
-        layout = read_layout(self._vllm_config, self._kv_cache_config, kv_caches, regions)
-        config = self._settings.exchange_config(self._engine_id)
+        layout = read_layout(self._vllm_config, self._kv_cache_config, kv_caches, regions, rank)
+        config = self._settings.exchange_config(self._engine_id, rank)
+        self._rank = rank.rank
         self._worker_half = WorkerHalf(config, self._settings, layout, regions)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -152,13 +164,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Send the step's report to the scheduler half."""
         report = self._worker.report()
-        return FerryReport(report) if report is not None else None
+        return FerryReport({self._rank: report}) if report is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Send the figures on their way to vLLM's metrics, when they have changed."""
-        if self._worker_half is None:  # the scheduler's object, which has none of its own
-            return None
-        values = self._worker_half.take_figures()
+        if self._worker_half is None:
+            values = self._changed_receives.take(self._receives.values())
+        else:
+            values = self._worker_half.take_figures()
         return FerryStats(data=dict(values)) if values else None
 
     @classmethod
@@ -183,8 +196,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End what this process has of the exchange."""
         if self._worker_half is not None:
             self._worker_half.close()
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients:
+            client.close()
 
     @property
     def _worker(self) -> WorkerHalf:
@@ -213,14 +226,20 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Connect to the worker half."""
-        handshake = metadata[0]
-        if not isinstance(handshake, FerryHandshake):
-            raise LocalProtocolError("the worker half belongs to another connector")
-        self._client = OrderClient(handshake.hello.orders_path)
-        self._scheduler.join(
-            handshake.hello, self._client, self._manager.block_pool, self._block_ids
-        )
+        """Connect to the worker halves, by rank."""
+        hellos = []
+        for _, handshake in sorted(metadata.items()):
+            if not isinstance(handshake, FerryHandshake):
+                raise LocalProtocolError("the worker half belongs to another connector")
+            hellos.append(handshake.hello)
+        check_hellos(hellos)
+        self._clients = [OrderClient(hello.orders_path) for hello in hellos]
+        orders: OrderSender = self._clients[0]
+        if len(hellos) > 1:
+            pins = RankPins(len(hellos))
+            orders = RankOrders(self._clients, pins)
+            self._rank_reports = RankReports(len(hellos), pins, self._scheduler.is_tracked)
+        self._scheduler.join(hellos[0], orders, self._manager.block_pool, self._block_ids)
 
     def on_new_request(self, request: Request) -> None:
         """Let the peer of a new request know."""
@@ -249,8 +268,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in a step's report."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, FerryReport):
-            self._scheduler.note_step_done(metadata.report)
+        if not isinstance(metadata, FerryReport):
+            return
+        if self._rank_reports is None:
+            report = metadata.reports[0]
+        else:
+            report = self._rank_reports.join(metadata.reports)
+        self._receives.count(report.ends)
+        self._scheduler.note_step_done(report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

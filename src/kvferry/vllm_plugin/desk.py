@@ -56,11 +56,17 @@ class Desk:
     """Orders in, ends out. ``obey`` on one thread, ``take_ends`` on another."""
 
     def __init__(
-        self, exchange: ConnectorPort, pins: PinnedBlocks, on_end: Callable[[], None]
+        self,
+        exchange: ConnectorPort,
+        pins: PinnedBlocks,
+        on_end: Callable[[], None],
+        rank: int = 0,
     ) -> None:
         self._exchange = exchange
         self._pins = pins
         self._on_end = on_end
+        self._rank = rank
+        """Tensor-parallel: of a peer, the worker of the same rank is meant."""
         self._lock = threading.Lock()
         self._request_of: dict[TransferId, RequestId] = {}
         self._mode_of: dict[TransferId, str] = {}
@@ -125,7 +131,7 @@ class Desk:
             case Fill():
                 self._fill(order)
             case Contact():
-                self._exchange.contact(order.peer)
+                self._exchange.contact(order.peer.of_rank(self._rank))
             case FillHistory():
                 self._fill_history(order)
             case End():
@@ -156,7 +162,8 @@ class Desk:
 
     def _begin(self, order: Begin) -> None:
         identity = PromptIdentity(order.num_tokens, order.digest)
-        self._exchange.begin_receive(order.transfer_id, order.peer, identity, mode=order.mode)
+        peer = order.peer.of_rank(self._rank)
+        self._exchange.begin_receive(order.transfer_id, peer, identity, mode=order.mode)
         with self._lock:
             self._request_of[order.transfer_id] = order.request_id
             self._mode_of[order.transfer_id] = order.mode.value
@@ -179,7 +186,7 @@ class Desk:
                 order.block_size_tokens,
                 order.min_blocks,
             )
-            transfer_id = self._exchange.read_history(order.peer, wish)
+            transfer_id = self._exchange.read_history(order.peer.of_rank(self._rank), wish)
             self._request_of[transfer_id] = order.request_id
             self._mode_of[transfer_id] = HISTORY_MODE
 

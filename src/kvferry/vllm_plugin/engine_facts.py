@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
+from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryKind, MemoryRegion
 from kvferry.vllm_plugin.compat import EngineFacts
 from kvferry.vllm_plugin.layout import TensorShape, config_digest, regions_of, weights_digest
+from kvferry.vllm_plugin.settings import WorkerRank
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,7 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
         has_prefix_caching=bool(config.cache_config.enable_prefix_caching),
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,
+        num_hosts=getattr(parallel, "nnodes", 1),
         context_parallel_size=max(
             getattr(parallel, "prefill_context_parallel_size", 1),
             getattr(parallel, "decode_context_parallel_size", 1),
@@ -49,6 +52,20 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
         takes_prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
         block_size_tokens=spec.block_size if spec is not None else 0,
     )
+
+
+def read_rank(config: VllmConfig) -> WorkerRank:
+    """Return which worker this process is. All of an engine's have to ask at the same time: they
+    agree on the epoch that they share."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return WorkerRank()
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    epoch = torch.tensor([new_epoch()], dtype=torch.int64)
+    torch.distributed.broadcast(epoch, src=group.ranks[0], group=group.cpu_group)
+    return WorkerRank(group.rank_in_group, group.world_size, Epoch(int(epoch.item())))
 
 
 def read_regions(tensors: Mapping[str, torch.Tensor], cache: KVCacheConfig) -> list[MemoryRegion]:
@@ -78,6 +95,7 @@ def read_layout(
     cache: KVCacheConfig,
     tensors: Mapping[str, torch.Tensor],
     regions: list[MemoryRegion],
+    rank: WorkerRank,
 ) -> KVLayout:
     """Return what peers compare before they move blocks."""
     model, spec = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
@@ -100,5 +118,6 @@ def read_layout(
         attention_backend=f"vllm/{first.device.type}/{'x'.join(map(str, first.shape[1:]))}",
         region_strides=tuple(sorted({region.stride_bytes for region in regions})),
         num_regions=len(regions),
-        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        tensor_parallel_size=rank.num_ranks,
+        tensor_parallel_rank=rank.rank,
     )

@@ -27,8 +27,8 @@ AMOUNTS = ("handoffs_held", "leased_blocks", "quarantined_blocks", "retained_blo
 _OUTCOME_PREFIXES = {"offer_": HANDOFFS, "history_": HISTORY_LEASES}
 
 
-class Figures:
-    """Counts how receives have ended, and joins that with what the exchange tells."""
+class ReceiveFigures:
+    """Counts how receives have ended; on several ranks, together."""
 
     def __init__(self) -> None:
         self._receives: Counter[tuple[str, str]] = Counter()
@@ -41,22 +41,43 @@ class Figures:
             if end.num_bytes:
                 self._bytes[end.mode] += end.num_bytes
 
-    def values(self, snapshot: ConnectorSnapshot, num_retained_blocks: int) -> FigureValues:
+    def values(self) -> FigureValues:
         """Return all figures."""
         values: FigureValues = {
-            "handoffs_held": snapshot.num_handoffs_held,
-            "leased_blocks": snapshot.num_blocks_leased,
-            "quarantined_blocks": snapshot.num_blocks_quarantined,
-            "retained_blocks": num_retained_blocks,
+            f"{RECEIVES}|{mode}|{outcome}": count
+            for (mode, outcome), count in self._receives.items()
         }
-        for (mode, outcome), count in self._receives.items():
-            values[f"{RECEIVES}|{mode}|{outcome}"] = count
         for mode, num_bytes in self._bytes.items():
             values[f"{BYTES}|{mode}"] = num_bytes
-        for name, count in snapshot.outcomes.items():
-            for prefix, figure in _OUTCOME_PREFIXES.items():
-                if name.startswith(prefix):
-                    values[f"{figure}|{name.removeprefix(prefix)}"] = count
+        return values
+
+
+def exchange_figures(snapshot: ConnectorSnapshot, num_retained_blocks: int) -> FigureValues:
+    """Return what one exchange tells: what it has in hand, and how others' leases ended."""
+    values: FigureValues = {
+        "handoffs_held": snapshot.num_handoffs_held,
+        "leased_blocks": snapshot.num_blocks_leased,
+        "quarantined_blocks": snapshot.num_blocks_quarantined,
+        "retained_blocks": num_retained_blocks,
+    }
+    for name, count in snapshot.outcomes.items():
+        for prefix, figure in _OUTCOME_PREFIXES.items():
+            if name.startswith(prefix):
+                values[f"{figure}|{name.removeprefix(prefix)}"] = count
+    return values
+
+
+class ChangedFigures:
+    """Figures are told when any has changed, and then all of them."""
+
+    def __init__(self) -> None:
+        self._told: FigureValues = {}
+
+    def take(self, values: FigureValues) -> FigureValues | None:
+        """Return ``values``, or None if they were told already."""
+        if values == self._told:
+            return None
+        self._told = values
         return values
 
 

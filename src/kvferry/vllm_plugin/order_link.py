@@ -128,6 +128,10 @@ class OrderClient:
     def ask(self, order: Order) -> Answer:
         """Pass on an order of ``ANSWERED`` and return its answer. Raises as ``send``."""
         self.send(order)
+        return self.take_answer()
+
+    def take_answer(self) -> Answer:
+        """Wait for the answer to an order of ``ANSWERED``. Raises as ``send``."""
         try:
             return decode_answer(_receive(self._socket))
         except (OSError, msgspec.MsgspecError) as error:

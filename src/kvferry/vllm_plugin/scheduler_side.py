@@ -14,7 +14,7 @@ from kvferry.clock import Clock
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes
-from kvferry.protocol.ids import TransferId
+from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params
 from kvferry.vllm_plugin.needs import BlockNeeds
 from kvferry.vllm_plugin.orders import (
@@ -47,6 +47,7 @@ from kvferry.vllm_plugin.tracked import (
     StepFacts,
     Tracked,
     as_blocks,
+    end_after_first_token,
     track,
     transfer_of,
 )
@@ -86,6 +87,10 @@ class SchedulerHalf:
         """Requests with transfer parameters that have not ended."""
         return len(self._tracked)
 
+    def is_tracked(self, request_id: RequestId) -> bool:
+        """Whether a request with transfer parameters is known and has not ended."""
+        return request_id in self._tracked
+
     # -- vLLM's hooks -------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, *, is_supported: bool) -> None:
@@ -100,7 +105,7 @@ class SchedulerHalf:
         tracked = track(request, transfer, self._hello.fingerprint)
         self._tracked[request.request_id] = tracked
         if transfer.role is Role.PREFILL:
-            _end_after_first_token(request)
+            end_after_first_token(request)
             if transfer.history is not None:
                 tracked.wants_history = True
                 self._orders.send(Contact(transfer.history))
@@ -389,10 +394,3 @@ class SchedulerHalf:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _end_after_first_token(request: EngineRequest) -> None:
-    """The answer is decode's: one token tells that the prompt is complete."""
-    request.max_tokens = 1
-    if request.sampling_params is not None:
-        request.sampling_params.min_tokens = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,22 @@ from msgspec import Meta
 
 from kvferry.connector.config import ExchangeConfig
 from kvferry.errors import ConfigError
-from kvferry.protocol.ids import InstanceId, new_epoch
+from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
 from kvferry.protocol.signing import load_cluster_key
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
-_Port = Annotated[int, Meta(ge=0, le=65_535)]
+_MAX_PORT = 65_535
+_Port = Annotated[int, Meta(ge=0, le=_MAX_PORT)]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRank:
+    """Which of an engine's tensor-parallel workers this is, and the epoch that they share."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    epoch: Epoch = field(default_factory=new_epoch)
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +39,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Stable over restarts; default: host name and control port, or the engine's id without one."""
     control_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     control_port: _Port = 0
-    """0 takes a free port; the router needs one that is known."""
+    """0 takes a free port; the router needs one that is known. With tensor parallelism rank 0's;
+    the others' follow it."""
     advertise_host: Annotated[str, Meta(min_length=1)] | None = None
     cluster_key_file: Annotated[str, Meta(min_length=1)] | None = None
     transport_backend: str = "UCX"
@@ -46,14 +58,24 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_registered_share: _Share = 0.25
     max_quarantine_share: _Share = 0.25
 
-    def exchange_config(self, engine_id: str) -> ExchangeConfig:
-        """Return the exchange's options, for a new epoch. Raises ``ConfigError``."""
+    def check_ports(self, num_ranks: int) -> None:
+        """Raise ``ConfigError`` unless each of an engine's ranks has a control port."""
+        last_port = self.control_port + num_ranks - 1
+        if num_ranks > 1 and not (self.control_port and last_port <= _MAX_PORT):
+            raise ConfigError(
+                f"tensor parallelism over {num_ranks} ranks needs as many control ports in a row: "
+                f"set control_port to the first one, 1 to {_MAX_PORT - num_ranks + 1}"
+            )
+
+    def exchange_config(self, engine_id: str, rank: WorkerRank | None = None) -> ExchangeConfig:
+        """Return the options of a worker's exchange; None: the only one. Raises ``ConfigError``."""
+        worker = rank or WorkerRank()
         key_file = Path(self.cluster_key_file) if self.cluster_key_file else None
         return ExchangeConfig(
             instance_id=InstanceId(self.instance_id or self._default_name(engine_id)),
-            epoch=new_epoch(),
+            epoch=worker.epoch,
             control_host=self.control_host,
-            control_port=self.control_port,
+            control_port=self.control_port + worker.rank,
             advertise_host=self.advertise_host,
             cluster_key=load_cluster_key(key_file, os.environ),
             handoff_lease_s=self.handoff_lease_s,

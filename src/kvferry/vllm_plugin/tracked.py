@@ -214,6 +214,13 @@ def transfer_of(request: EngineRequest) -> KvTransferParams | None:
         return None
 
 
+def end_after_first_token(request: EngineRequest) -> None:
+    """Role prefill: the answer is decode's, and one token tells that the prompt is complete."""
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0
+
+
 def as_blocks(numbers: Iterable[int]) -> tuple[BlockNumber, ...]:
     """Return plain numbers as block numbers."""
     return tuple(BlockNumber(number) for number in numbers)

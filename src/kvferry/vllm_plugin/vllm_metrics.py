@@ -28,7 +28,7 @@ _HELP = {
 
 
 class FerryStats(KVConnectorStats):
-    """Figures since the start: of two, the later says all."""
+    """Figures since the start: of two with one name, the later says all."""
 
     data: dict[str, Any]
 
@@ -37,9 +37,8 @@ class FerryStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Keep the later one."""
-        if not other.is_empty():
-            self.data = other.data
+        """Keep the later ones; scheduler and worker tell different figures."""
+        self.data = {**self.data, **other.data}
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -22,7 +22,7 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
 from kvferry.vllm_plugin.desk import Desk
-from kvferry.vllm_plugin.figures import Figures, FigureValues
+from kvferry.vllm_plugin.figures import ChangedFigures, FigureValues, exchange_figures
 from kvferry.vllm_plugin.order_link import OrderServer
 from kvferry.vllm_plugin.orders import (
     FillEnd,
@@ -113,8 +113,8 @@ class WorkerHalf:
         self._ends = StepEnds()
         self._new_ends: tuple[FillEnd, ...] = ()
         self._new_admitted: tuple[RequestId, ...] = ()
-        self._figures = Figures()
-        self._shown: FigureValues = {}
+        self._figures = ChangedFigures()
+        self._rank = layout.tensor_parallel_rank
         self._orders = StepOrders(0)
         self._pins = PinnedBlocks(regions[0].num_blocks)
         with contextlib.ExitStack() as parts:
@@ -125,7 +125,7 @@ class WorkerHalf:
             exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
             self._exchange = exchange
-            self._desk = Desk(exchange, self._pins, self._event.set)
+            self._desk = Desk(exchange, self._pins, self._event.set, self._rank)
             self._server = OrderServer(self._desk.obey)
             parts.callback(self._server.close)
             exchange.start(self._event.set)
@@ -170,12 +170,15 @@ class WorkerHalf:
         return StepReport(self._orders.step, returned, ends, admitted, partials)
 
     def take_figures(self) -> FigureValues | None:
-        """Return all figures if any has changed since the last call."""
-        values = self._figures.values(self._exchange.snapshot(), self._pins.num_retained)
-        if values == self._shown:
+        """Return the exchange's figures if any has changed since the last call.
+
+        Of several ranks the first speaks for all: they hold shards of the same blocks.
+        """
+        if self._rank:
             return None
-        self._shown = values
-        return values
+        return self._figures.take(
+            exchange_figures(self._exchange.snapshot(), self._pins.num_retained)
+        )
 
     def close(self) -> None:
         """End the exchange and the transport. Safe to repeat."""
@@ -186,7 +189,6 @@ class WorkerHalf:
         ends = self._desk.take_ends()
         self._new_ends += tuple(ends)
         self._new_admitted += tuple(self._desk.take_admitted())
-        self._figures.count(ends)
         self._parked.note(ends)
 
 

@@ -61,6 +61,7 @@ layouts = st.builds(
     num_regions=sizes,
     kv_scales_digest=st.just("") | names,
     tensor_parallel_size=sizes,
+    tensor_parallel_rank=st.just(0) | sizes,
 )
 
 block_numbers = st.lists(st.integers(0, 2**31 - 1).map(BlockNumber), min_size=1, max_size=20).map(

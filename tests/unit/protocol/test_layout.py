@@ -37,6 +37,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_regions": 2,
     "kv_scales_digest": "s",
     "tensor_parallel_size": 2,
+    "tensor_parallel_rank": 1,
 }
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RequestError
+from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import (
     FirstToken,
     KvTransferParams,
@@ -143,3 +144,23 @@ def test_any_json_object_is_parsed_or_refused(value: dict[str, object]) -> None:
         return  # refused, by the one error that becomes an answer
     assert set(value) >= {"transfer_id", "role"}
     assert params.transfer_id == value["transfer_id"]
+
+
+@pytest.mark.parametrize(
+    ("address", "moved"),
+    [
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5557"),
+        ("tcp://[::1]:5555", "tcp://[::1]:5557"),
+        ("tcp://host:65535", "tcp://host:65537"),
+    ],
+)
+def test_a_ranks_port_follows_that_of_rank_0(address: str, moved: str) -> None:
+    peer = PeerAddress(InstanceId("a"), Epoch(7), address)
+    assert peer.of_rank(2) == PeerAddress(InstanceId("a"), Epoch(7), moved)
+    assert peer.of_rank(0) == peer
+
+
+@pytest.mark.parametrize("address", ["tcp://host", "tcp://host:", "tcp://host:x", "host:-1", "x"])
+def test_an_address_without_a_port_is_the_same_for_every_rank(address: str) -> None:
+    peer = PeerAddress(InstanceId("a"), Epoch(7), address)
+    assert peer.of_rank(2) == peer

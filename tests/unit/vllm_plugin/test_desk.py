@@ -25,6 +25,7 @@ from kvferry.vllm_plugin.orders import (
     Begin,
     BeginSend,
     CompleteSend,
+    Contact,
     End,
     Fill,
     FillHistory,
@@ -51,6 +52,7 @@ class _Exchange:
         self.results: list[ReceiveResult] = []
         self.held: dict[TransferId, tuple[BlockNumber, ...]] = {}
         self.calls: list[tuple[object, ...]] = []
+        self.peers: list[PeerAddress] = []
         self.error: Exception | None = None
         self.admitted: set[TransferId] = set()
         self.offers: set[TransferId] = set()
@@ -74,6 +76,7 @@ class _Exchange:
     ) -> None:
         if self.error is not None:
             raise self.error
+        self.peers.append(peer)
         self.calls.append(("begin_receive", transfer_id, mode))
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
@@ -98,10 +101,11 @@ class _Exchange:
         return []
 
     def contact(self, peer: PeerAddress) -> None:
-        self.calls.append(("contact", peer))
+        self.peers.append(peer)
 
     def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         transfer_id = TransferId("history-1")
+        self.peers.append(peer)
         self._hold(transfer_id, wish.blocks)
         return transfer_id
 
@@ -113,22 +117,22 @@ class _Exchange:
     ) -> None:
         self.calls.append(("advance_send", tuple(blocks), num_tokens))
 
+    def pause_send(self, transfer_id: TransferId) -> None:
+        self.calls.append(("pause_send", transfer_id))
+
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:
         self._hold(transfer_id, blocks)
-    def pause_send(self, transfer_id: TransferId) -> None:
-        self.calls.append(("pause_send", transfer_id))
-
         return HandoffOffer(PEER, 30.0)
+
+    def is_send_wanted(self, transfer_id: TransferId) -> bool:
+        return True
 
     def take_stopped_sends(self) -> list[TransferId]:
         return []
 
     def offer(
-    def is_send_wanted(self, transfer_id: TransferId) -> bool:
-        return True
-
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:
         self._hold(transfer_id, blocks)
@@ -148,11 +152,11 @@ class _Exchange:
 
 
 class _Rig:
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.pins = PinnedBlocks(32)
         self.exchange = _Exchange(self.pins)
         self.num_told = 0
-        self.desk = Desk(self.exchange, self.pins, self._tell)
+        self.desk = Desk(self.exchange, self.pins, self._tell, rank)
 
     def _tell(self) -> None:
         self.num_told += 1
@@ -361,3 +365,13 @@ def test_what_is_void_is_neither_found_nor_offered_nor_sent(rig: _Rig) -> None:
     assert ("withdraw", "y") in rig.exchange.calls
     assert rig.pins.take_returned() == []
     rig.desk.obey(LetGo((block_hash,)))
+
+
+def test_a_rank_asks_the_peers_worker_of_the_same_rank() -> None:
+    rig = _Rig(rank=2)
+    rig.desk.obey(_BEGIN)
+    rig.desk.obey(Contact(PEER))
+    rig.desk.obey(
+        FillHistory(RequestId("b"), PEER, (BlockHash(b"h" * 32),), blocks(1), (1, 2, 3, 4), 4, 1)
+    )
+    assert rig.exchange.peers == [PEER.of_rank(2)] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.protocol.ids import RequestId
-from kvferry.vllm_plugin.figures import Figures, split
+from kvferry.vllm_plugin.figures import ChangedFigures, ReceiveFigures, exchange_figures, split
 from kvferry.vllm_plugin.orders import FillEnd
 
 _SNAPSHOT = ConnectorSnapshot(
@@ -17,26 +17,35 @@ def _end(mode: str, outcome: str, num_bytes: int = 0) -> FillEnd:
 
 
 def test_receives_are_counted_by_mode_and_outcome() -> None:
-    figures = Figures()
+    figures = ReceiveFigures()
     figures.count([_end("pull", "received", 10), _end("pull", "received", 5), _end("push", "gone")])
-    values = figures.values(_SNAPSHOT, 7)
+    values = figures.values()
     assert values["receives|pull|received"] == 2
     assert values["receives|push|gone"] == 1
     assert values["transfer_bytes|pull"] == 15
 
 
 def test_what_the_exchange_tells_is_joined() -> None:
-    values = Figures().values(_SNAPSHOT, 7)
+    values = exchange_figures(_SNAPSHOT, 7)
     assert (values["handoffs_held"], values["retained_blocks"]) == (2, 7)
     assert (values["handoffs|read"], values["history_leases|expired"]) == (3, 1)
 
 
 def test_a_figure_is_its_name_its_labels_and_its_value() -> None:
-    figures = Figures()
+    figures = ReceiveFigures()
     figures.count([_end("pull", "slow")])
-    found = {(name, labels): value for name, labels, value in split(figures.values(_SNAPSHOT, 7))}
+    told = {**figures.values(), **exchange_figures(_SNAPSHOT, 7)}
+    found = {(name, labels): value for name, labels, value in split(told)}
     assert found["receives", ("pull", "slow")] == 1
     assert found["retained_blocks", ()] == 7
+
+
+def test_figures_are_told_when_they_change() -> None:
+    changed, figures = ChangedFigures(), ReceiveFigures()
+    assert changed.take(figures.values()) is None
+    figures.count([_end("pull", "gone")])
+    assert changed.take(figures.values()) == {"receives|pull|gone": 1}
+    assert changed.take(figures.values()) is None
 
 
 def test_figures_of_another_version_are_left_out() -> None:

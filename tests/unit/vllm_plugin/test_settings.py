@@ -9,13 +9,14 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.vllm_plugin.compat import EngineFacts, check_engine, check_version, unsupported
-from kvferry.vllm_plugin.settings import parse_settings
+from kvferry.vllm_plugin.settings import WorkerRank, parse_settings
 
 _GOOD = EngineFacts(
     load_failure_policy="recompute",
     has_prefix_caching=True,
     pipeline_parallel_size=1,
     tensor_parallel_size=1,
+    num_hosts=1,
     context_parallel_size=1,
     data_parallel_size=1,
     num_cache_groups=1,
@@ -38,6 +39,27 @@ def test_nothing_has_to_be_set() -> None:
 def test_an_instance_with_a_port_is_named_after_where_it_is_found() -> None:
     settings = parse_settings({"control_port": 5000, "advertise_host": "10.0.0.7"})
     assert settings.exchange_config("1234").instance_id == "10.0.0.7:5000"
+
+
+def test_ranks_share_name_and_epoch_on_ports_in_a_row() -> None:
+    settings = parse_settings({"control_port": 5000, "advertise_host": "10.0.0.7"})
+    first = WorkerRank(0, 2)
+    ranks = (first, WorkerRank(1, 2, first.epoch))
+    configs = [settings.exchange_config("e", rank) for rank in ranks]
+    assert [config.control_port for config in configs] == [5000, 5001]
+    assert configs[0].epoch == configs[1].epoch
+    assert {config.instance_id for config in configs} == {"10.0.0.7:5000"}
+
+
+@pytest.mark.parametrize(("port", "num_ranks"), [(0, 2), (65_535, 2), (65_529, 8)])
+def test_ranks_need_a_port_each(port: int, num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match="control_port"):
+        parse_settings({"control_port": port}).check_ports(num_ranks)
+
+
+@pytest.mark.parametrize(("port", "num_ranks"), [(0, 1), (65_535, 1), (65_528, 8)])
+def test_ports_that_ranks_have_are_taken(port: int, num_ranks: int) -> None:
+    parse_settings({"control_port": port}).check_ports(num_ranks)
 
 
 def test_two_starts_have_two_epochs() -> None:
@@ -81,8 +103,9 @@ def test_other_versions_are_refused_in_one_message(version: str) -> None:
         check_version(version)
 
 
-def test_a_supported_configuration_is_taken() -> None:
-    check_engine(_GOOD)
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_supported_configuration_is_taken(num_ranks: int) -> None:
+    check_engine(dataclasses.replace(_GOOD, tensor_parallel_size=num_ranks))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +114,7 @@ def test_a_supported_configuration_is_taken() -> None:
         ({"load_failure_policy": "fail"}, "kv_load_failure_policy 'fail'"),
         ({"has_prefix_caching": False}, "prefix caching off"),
         ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"tensor_parallel_size": 2}, "tensor"),
+        ({"num_hosts": 2}, "several hosts"),
         ({"context_parallel_size": 2}, "context"),
         ({"data_parallel_size": 2}, "data parallel"),
         ({"num_cache_groups": 2}, "hybrid"),
