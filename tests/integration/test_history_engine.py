@@ -162,7 +162,7 @@ def test_six_turns_move_only_what_each_side_lacks(
 def test_three_forks_at_once(trio: list[Side], plain: Side, mode: Mode) -> None:
     prefill, decode, _ = trio
     tokens = first_turn(prefill, decode)
-    prompts = [[*tokens, *random_prompt(40, seed)] for seed in (7, 8, 9)]
+    prompts = [[*tokens, *random_prompt(70, seed)] for seed in (7, 8, 9)]
     turns = [begin(prefill, decode, prompt, holder=decode, mode=mode) for prompt in prompts]
     for turn, prompt in zip(turns, prompts, strict=True):
         assert turn.wait().tokens == expected(plain, prompt)
