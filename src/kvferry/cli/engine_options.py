@@ -102,14 +102,14 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--retention-s",
-        type=float,
+        type=click.FloatRange(min=0),
         default=480.0,
         help="How long prompt and answer are retained for a later turn, as the last to be reused; "
         "a request may shorten it; 0 is off.",
     ),
     click.option(
         "--max-retained-share",
-        type=float,
+        type=click.FloatRange(min=0, max=1, min_open=True),
         default=0.5,
         help="Share of the pool that may be retained.",
     ),
@@ -158,7 +158,7 @@ _EXCHANGE_OPTIONS = (
     click.option(
         "--read-back-timeout-s",
         "history_timeout_s",
-        type=float,
+        type=click.FloatRange(min=0, min_open=True),
         default=5.0,
         help="How long a conversation's KV may take to be read back; then it is computed.",
     ),

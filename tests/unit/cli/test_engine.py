@@ -88,6 +88,24 @@ def test_the_threshold_may_be_measured(started: list[InstanceConfig]) -> None:
     assert "neither a number of tokens nor auto" in result.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--read-back-timeout-s", "0"),
+        ("--retention-s", "-1"),
+        ("--max-retained-share", "50"),
+        ("--max-retained-share", "0"),
+    ],
+)
+def test_a_refusal_names_the_option_as_it_was_given(
+    option: str, value: str, started: list[InstanceConfig]
+) -> None:
+    result = CliRunner().invoke(engine, ["serve", "m", option, value])
+    assert result.exit_code == 2
+    assert f"'{option}'" in result.output
+    assert started == []
+
+
 def test_defaults_are_for_one_host(started: list[InstanceConfig]) -> None:
     invoke("m")
     invoke("m")
