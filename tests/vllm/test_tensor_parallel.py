@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +183,42 @@ async def test_clients_that_leave_leave_nothing_on_any_rank(
     for server in ranked:
         await client.reset_at_last(server.url)
     await _wait_whole(client, *ranked)
+
+
+def _worker_of(server: VllmServer, rank: int) -> int:
+    title = f"Worker_TP{rank}".encode()
+    (pid,) = (p for p in server.members() if title in Path(f"/proc/{p}/cmdline").read_bytes())
+    return pid
+
+
+def _num_received(server: VllmServer) -> float:
+    return server.figure("kvferry_receives_total", outcome="received")
+
+
+async def test_one_rank_that_does_not_answer_costs_a_recompute(
+    ranked: tuple[VllmServer, VllmServer], client: Client, expected: tuple[Answers, Answers]
+) -> None:
+    prefill, decode = ranked
+    question, tokens = expected[0][-1]
+    fresh = question.again()
+    num_received = _num_received(decode)
+    num_ended = decode.figure("kvferry_receives_total")
+    offered = await client.prefill(prefill.url, fresh)
+    stopped = _worker_of(prefill, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(BOUND_S):
+            assert await client.tokens(decode.url, fresh, kv_transfer_params=offered) == tokens
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert _num_received(decode) == num_received
+    assert decode.figure("kvferry_receives_total") == num_ended + 1
+    for server in ranked:
+        await client.reset_at_last(server.url)
+    await _wait_whole(client, *ranked)
+    again = question.again()
+    offered = await client.prefill(prefill.url, again)
+    assert await client.tokens(decode.url, again, kv_transfer_params=offered) == tokens
 
 
 async def test_a_killed_prefill_instance_costs_a_recompute(
