@@ -87,6 +87,7 @@ async def test_a_conversation_goes_on(
     """Its cache lost between the turns, or never kept, prefill computes only what is new."""
     prefill, decode = deployment[name], deployment["decode"]
     body = salted(body_of(fresh_prompt(150), 21, stream=streams))
+    shown_before = (await client.instance(prefill))["read_back"]
     num_read, num_leased = (
         await num_read_backs(client, prefill, "received"),
         await num_leases(client, decode, "read"),
@@ -106,6 +107,11 @@ async def test_a_conversation_goes_on(
         if name == "prefill":
             await reset_prefix_cache(client, prefill)
     assert await num_read_backs(client, prefill, "received") == num_read + 2
+    shown = (await client.instance(prefill))["read_back"]
+    assert shown["num_tokens"] == shown_before["num_tokens"] + 170 + 261
+    assert shown["num_bytes"] > shown_before["num_bytes"]
+    assert shown["outcomes"]["received"] == num_read + 2
+    assert shown["recomputed_tokens"]["gone"] > shown_before["recomputed_tokens"].get("gone", 0)
     assert await num_leases(client, decode, "read") == num_leased + 2
 
 

@@ -74,7 +74,9 @@ async def answer(request: web.Request, service: InstanceService, job: Job) -> we
     try:
         async with service.generation(job.requests) as generation:
             assembly = _assembly(service, job, generation)
-            meter = RequestMeter(service.parts.metrics.engine, service.parts.clock)
+            meter = RequestMeter(
+                service.parts.metrics.engine, service.read_backs, service.parts.clock
+            )
             meter.begin(job.num_prompt_tokens)
             if job.is_streamed and not job.is_prefill_leg:
                 return await _stream(request, job, assembly, meter)

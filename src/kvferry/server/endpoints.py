@@ -88,7 +88,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def instance(request: web.Request) -> web.Response:
     """``GET /kvferry/instance``: who this is, as on the control port, with the load beside it."""
-    parts = request.app[SERVICE].parts
+    service = request.app[SERVICE]
+    parts = service.parts
     info = parts.describe()
     shown = msgspec.to_builtins(info, builtin_types=(bytes,))
     shown["fingerprint"] = info.fingerprint.hex()
@@ -96,6 +97,7 @@ async def instance(request: web.Request) -> web.Response:
     shown["num_requests_running"] = figures.num_running
     shown["num_requests_waiting"] = figures.num_waiting
     shown["retained"] = msgspec.to_builtins(figures.retained)
+    shown["read_back"] = msgspec.to_builtins(service.read_backs)
     if parts.connector is not None:
         shown["exchange"] = msgspec.to_builtins(parts.connector.snapshot())
     return _json(shown)

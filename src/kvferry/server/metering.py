@@ -12,14 +12,16 @@ from kvferry.engine.request import RequestReport
 from kvferry.observe.metrics import EngineMetrics
 from kvferry.server.formats import Choice
 from kvferry.server.output import Delta
+from kvferry.server.read_backs import ReadBackTotals
 from kvferry.server.retained import RetainedFigures
 
 
 class RequestMeter:
     """Notes when tokens come; one a request."""
 
-    def __init__(self, metrics: EngineMetrics, clock: Clock) -> None:
+    def __init__(self, metrics: EngineMetrics, read_backs: ReadBackTotals, clock: Clock) -> None:
         self._metrics = metrics
+        self._read_backs = read_backs
         self._clock = clock
         self._began_s = clock.monotonic_s()
         self._last_token_s: dict[int, float] = {}
@@ -46,6 +48,7 @@ class RequestMeter:
         # On decode it is what the other instance has said of itself, and has counted.
         if prefill is None or report.mode or not prefill.read_back_outcome:
             return
+        self._read_backs.add(prefill)
         self._metrics.read_back_tokens.inc(prefill.num_read_back_tokens)
         if prefill.num_read_back_tokens == 0:
             reason = prefill.read_back_outcome

@@ -27,6 +27,7 @@ from kvferry.server.config import HttpConfig
 from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
 from kvferry.server.metering import RetainedMeter
+from kvferry.server.read_backs import ReadBackTotals
 from kvferry.server.retained import RetainedFigures
 
 _log = get_logger(__name__)
@@ -125,6 +126,7 @@ class InstanceService:
         self._live_transfers: dict[TransferId, RequestId] = {}
         self._is_shutting_down = False
         self.retained_meter = RetainedMeter(parts.metrics.engine)
+        self.read_backs = ReadBackTotals()
 
     @property
     def tokenizer(self) -> Tokenizer:
