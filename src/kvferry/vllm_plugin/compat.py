@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 
-MIN_VERSION = (0, 32)
+MIN_VERSION = (0, 30)
 END_VERSION = (0, 33)
 """The first that is not supported."""
 

@@ -92,14 +92,14 @@ def test_other_hosts_need_a_cluster_key(tmp_path: Path) -> None:
     assert parse_settings(extra).exchange_config("a").cluster_key == b"k" * 32
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.5"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.32.5"])
 def test_supported_versions_are_taken(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.29.9", "0.33.0", "1.0", "dev"])
 def test_other_versions_are_refused_in_one_message(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"from 0\.32 to below 0\.33"):
+    with pytest.raises(ConfigError, match=r"from 0\.30 to below 0\.33"):
         check_version(version)
 
 
