@@ -14,8 +14,6 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.control import ControlServer, Received
-from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import ConfigError, LocalProtocolError, RequestError, TransferError
@@ -238,31 +236,6 @@ def test_truncated_and_oversized_messages_are_dropped(shared_side: Side) -> None
     after = shared_side.counter("kvferry_control_malformed_total", reason="malformed")
     assert after - before == len(whole)
     assert ask(shared_side, lambda client: client.send(b"x" * (MAX_MESSAGE_BYTES + 1)))
-
-
-def test_a_request_that_meets_a_bug_costs_no_other_its_answer(
-    monkeypatch: pytest.MonkeyPatch, shared_side: Side
-) -> None:
-    received: list[Received] = []
-    receive = ControlServer.receive
-
-    def receive_both(server: ControlServer) -> list[Received]:
-        received.extend(receive(server))
-        both, received[:] = (received[:], []) if len(received) >= 2 else ([], received)
-        return both
-
-    def fail(*_: object) -> None:
-        raise AssertionError("a bug that a test has put there")
-
-    monkeypatch.setattr(ControlServer, "receive", receive_both)
-    monkeypatch.setattr(Planner, "answer_renew", fail)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        client.setsockopt(zmq.RCVTIMEO, 20_000)
-        client.connect(shared_side.exchange.address.control_address)
-        client.send(encode(1, Renew(TRANSFER, Epoch(1), 1.0)))
-        client.send(encode(2, InstanceQuery()))
-        assert b"instance_info" in client.recv()
 
 
 def test_raw_bytes_on_the_port_do_no_harm(shared_side: Side) -> None:

@@ -13,7 +13,6 @@ from kvferry.connector.effects import PostRead
 from kvferry.connector.events import Event, ReadEnded, ReadStatus
 from kvferry.connector.readers import BlockDigester
 from kvferry.errors import FerryError
-from kvferry.protocol.ids import TransferId
 from kvferry.transport.base import Link, Transfer, TransferStatus
 
 
@@ -44,12 +43,9 @@ class Reads:
         """READs that have failed and may still touch memory; only time will tell."""
         return len(self._failed)
 
-    def uses(self, link: Link, transfer_id: TransferId | None = None) -> bool:
-        """Whether a READ runs on ``link``, or that of ``transfer_id``."""
-        return any(
-            read.link is link and transfer_id in (None, read.effect.transfer_id)
-            for read in self._running
-        )
+    def uses(self, link: Link) -> bool:
+        """Whether a READ runs on ``link``."""
+        return any(read.link is link for read in self._running)
 
     def post(self, effect: PostRead, link: Link | None) -> list[Event]:
         """Post; returns the end at once where the transport copies in the call or refuses."""
