@@ -48,7 +48,7 @@ class HistoryWalk(ReadWalk):
         assert isinstance(effect, SendAcquireHistory)
         message = AcquireHistory(
             READER, Epoch(1), Epoch(1), effect.transfer_id, effect.block_hashes,
-            effect.min_blocks, effect.duration_s, want_partials=effect.want_partials,
+            effect.min_blocks, effect.duration_s, want_partials=True,
         )  # fmt: skip
         reply, effects = self.planners[HOLDER].answer_acquire("reader/1", message)
         self.run(effects)

@@ -38,7 +38,6 @@ class SendAcquireHistory(_Effect, frozen=True):
     block_hashes: tuple[BlockHash, ...]
     min_blocks: int
     duration_s: float
-    want_partials: bool = False
 
 
 class SendRegister(_Effect, frozen=True):

@@ -290,7 +290,7 @@ class ReceivePlanner:
         duration_s = receive.timeout_s + 2 * READER_MARGIN_S
         if isinstance(source, HistoryWish):
             hashes, min_blocks = source.hashes, source.min_blocks
-            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s, True)
+            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s)
         return SendAcquire(
             peer, transfer_id, source.num_tokens, source.digest, duration_s, receive.first_block
         )

@@ -72,5 +72,5 @@ def _acquire(
         min_blocks=effect.min_blocks,
         duration_s=effect.duration_s,
         want_block_digests=want_block_digests,
-        want_partials=effect.want_partials,
+        want_partials=True,
     )
