@@ -31,3 +31,9 @@ class PrefillReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """From asking the holder until the blocks were there, or until that failed."""
     compute_s: _Seconds = 0.0
     """From the first forward's start to the last one's end."""
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens that were computed because a read-back has brought nothing."""
+        has_failed = self.read_back_outcome and not self.num_read_back_tokens
+        return self.num_computed_tokens if has_failed else 0

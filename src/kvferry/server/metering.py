@@ -50,9 +50,9 @@ class RequestMeter:
             return
         self._read_backs.add(prefill)
         self._metrics.read_back_tokens.inc(prefill.num_read_back_tokens)
-        if prefill.num_read_back_tokens == 0:
+        if prefill.num_recomputed_tokens:
             reason = prefill.read_back_outcome
-            self._metrics.recomputed_tokens.labels(reason).inc(prefill.num_computed_tokens)
+            self._metrics.recomputed_tokens.labels(reason).inc(prefill.num_recomputed_tokens)
 
     def _note_token(self, choice: int, now_s: float) -> None:
         self._metrics.generation_tokens.inc()

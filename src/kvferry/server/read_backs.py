@@ -25,5 +25,5 @@ class ReadBackTotals:
         self.num_tokens += prefill.num_read_back_tokens
         self.num_bytes += prefill.num_read_back_bytes
         self.outcomes[prefill.read_back_outcome] += 1
-        if prefill.num_read_back_tokens == 0:
-            self.recomputed_tokens[prefill.read_back_outcome] += prefill.num_computed_tokens
+        if prefill.num_recomputed_tokens:
+            self.recomputed_tokens[prefill.read_back_outcome] += prefill.num_recomputed_tokens
