@@ -29,15 +29,12 @@ from kvferry.observe.metrics import ExchangeMetrics
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import Hello, InstanceInfo
-from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress, is_port
 from kvferry.transport.base import Transport
 
 CAPABILITIES = ("pull", "push", "history")
 HISTORY_MODE = "history"
 """Label of read-backs in metrics, beside the modes of a handoff."""
-
-_MAX_PORT = 65_535
-_MAX_PORT_DIGITS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +235,7 @@ class Exchange:
     def _check_address(self, control_address: str) -> None:
         scheme, _, rest = control_address.partition("://")
         host, _, port = rest.rpartition(":")
-        if scheme != "tcp" or not host or not _is_port(port):
+        if scheme != "tcp" or not host or not is_port(port):
             raise RequestError(
                 f"peer.control_address {control_address!r} is not of the form tcp://host:port",
                 param="kv_transfer_params.peer",
@@ -251,11 +248,6 @@ class Exchange:
                 param="kv_transfer_params.peer",
                 code="peer_not_allowed",
             )
-
-
-def _is_port(text: str) -> bool:
-    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_PORT_DIGITS
-    return is_number and 0 < int(text) <= _MAX_PORT
 
 
 def create_exchange(

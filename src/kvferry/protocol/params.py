@@ -28,6 +28,7 @@ from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
 
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
+_MAX_PORT = 65_535
 _MAX_PORT_DIGITS = 5
 
 
@@ -56,6 +57,12 @@ class OnFailure(enum.StrEnum):
     """End with an error, so that the router can try elsewhere."""
 
 
+def is_port(text: str) -> bool:
+    """Return whether ``text`` is the number of a TCP port, 0 excluded."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_PORT_DIGITS
+    return is_number and 0 < int(text) <= _MAX_PORT
+
+
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the other side of a handoff is, and which start of it."""
 
@@ -71,7 +78,7 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         An address without a number for a port is returned as it is, for its reader to refuse.
         """
         host, _, port = self.control_address.rpartition(":")
-        if not (rank and port.isascii() and port.isdigit() and len(port) <= _MAX_PORT_DIGITS):
+        if not (rank and is_port(port)):
             return self
         moved = f"{host}:{int(port) + rank}"
         return PeerAddress(self.instance_id, self.epoch, moved)
