@@ -14,7 +14,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.vllm_command import CALM_FOLDER
+from kvferry.cluster.vllm_process import kill_session, session_members
 from kvferry.protocol.params import PeerAddress
 from tests.vllm.asking import ask_instance
 
@@ -98,13 +100,14 @@ class VllmServer:
 
         By session, so that one whose parent has ended is found too.
         """
-        return sorted(pid for pid in _processes() if _session_of(pid) == self.process.pid)
+        return sorted(session_members(self.process.pid))
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all of the server's processes."""
+        if number is signal.SIGKILL:
+            kill_session(self.process.pid, trackers_too=False)
+            return
         for pid in reversed(self.members()):
-            if number is signal.SIGKILL and _is_tracker(pid):
-                continue  # It removes what the others shared, once they have ended.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -135,14 +138,7 @@ class VllmServer:
 
     def _shared_memory(self) -> set[Path]:
         """Return the files in /dev/shm that the server's processes have mapped."""
-        found = set()
-        for pid in self.members():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    name = line.partition("/dev/shm/")[2]
-                    if name and not name.endswith(" (deleted)"):
-                        found.add(Path("/dev/shm") / name)
-        return found
+        return {path for pid in self.members() for path in shared_memory_of(pid)}
 
     def _wait_gone(self, shared: set[Path]) -> set[Path]:
         """Wait for the last process; return what is left of ``shared``."""
@@ -219,25 +215,6 @@ def running(*servers: VllmServer) -> Iterator[tuple[VllmServer, ...]]:
         for server in servers:
             server.wait_ready()
         yield servers
-
-
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _session_of(pid: int) -> int:
-    """Return a process's session; 0 for one that has ended, reaped or not."""
-    try:
-        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-    except (OSError, ValueError):
-        return 0
-    return 0 if state == "Z" else int(session)
-
-
-def _is_tracker(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 def idle_share(*servers: VllmServer) -> float:
