@@ -33,6 +33,7 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.history_legs import Turn, read_back
+from tests.integration.open_files import Resources
 from tests.integration.push_legs import peer_of
 
 pytestmark = pytest.mark.soak
@@ -41,8 +42,9 @@ NUM_CLIENTS = 6
 REQUEST_BOUND_S = 40.0
 SETTLE_S = 60.0
 IDLE_S = 3.0
-MAX_STALE_DESCRIPTORS = 8
-"""Of links whose peers have died: Python closes some of them when it next collects garbage."""
+MAX_HTTP_SOCKETS = 24
+"""Of an instance, and of a router for each. A burst, and stories that fork, leave many connections
+behind; probes three times a second that go round among them keep a dozen from growing old."""
 MAX_IDLE_SHARE = 0.1
 """Of a core, health probes three times a second included."""
 LENGTHS = (1, 15, 17, 63, 64, 65, 128, 255, 257, 511, 513, 700, 1025, 1500)
@@ -80,35 +82,6 @@ class Tally:
                 f"{shown} with {len(known.body['prompt'])} tokens: {answer.status} {error} "
                 f"{tokens} {answer.report} where {known.right} is right"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a process has open."""
-
-    pid: int
-    num_sockets: int
-    num_other_descriptors: int
-    num_threads: int
-
-    @classmethod
-    def of(cls, program: Program) -> Resources:
-        folder = Path(f"/proc/{program.pid}")
-        targets = []
-        for link in (folder / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                targets.append(os.readlink(link))
-        num_sockets = sum(target.startswith("socket:") for target in targets)
-        num_threads = len(list((folder / "task").iterdir()))
-        return cls(program.pid, num_sockets, len(targets) - num_sockets, num_threads)
-
-    def has_grown(self, then: Resources, num_idle_connections: int) -> bool:
-        """Whether there is more than ``then``; HTTP connections that are kept open do not count."""
-        return self.pid == then.pid and (
-            self.num_sockets > then.num_sockets + num_idle_connections
-            or self.num_other_descriptors > then.num_other_descriptors + MAX_STALE_DESCRIPTORS
-            or self.num_threads > then.num_threads
-        )
 
 
 async def known_requests(client: Client, program: Program, rng: random.Random) -> list[Known]:
@@ -207,17 +180,22 @@ async def reads_back(client: Client, prefill: Program, holder: Program, body: Js
     return read_back(first)[0] == "received"
 
 
+def resources_of(deployment: Deployment) -> dict[str, Resources]:
+    """What each process has open, by name."""
+    programs = deployment.programs
+    ports = {int(program.url.rpartition(":")[2]) for program in programs.values()}
+    return {name: Resources.of(program.pid, ports) for name, program in programs.items()}
+
+
 async def assert_resources(deployment: Deployment, before: dict[str, Resources]) -> None:
     """Survivors have no more open than before."""
     deadline_s = time.monotonic() + SETTLE_S
-    num_idle = NUM_CLIENTS + 2
     while True:
         grown = []
-        for name, program in deployment.programs.items():
-            now, then = Resources.of(program), before[name]
+        for name, now in resources_of(deployment).items():
             num_peers = len(deployment.instances) if name == "router" else 1
-            if now.has_grown(then, num_idle * num_peers):
-                grown.append(f"{name}: {then} became {now}")
+            if now.has_grown(before[name], MAX_HTTP_SOCKETS * num_peers):
+                grown.append(f"{name}: {before[name]} became {now}")
         if not grown:
             return
         assert time.monotonic() < deadline_s, grown
@@ -282,7 +260,7 @@ async def soak(
         plan = await workload.prepare(client, prefill[0], rng)
         await connect_all_pairs(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
-        before = {name: Resources.of(item) for name, item in deployment.programs.items()}
+        before = resources_of(deployment)
         end_s = time.monotonic() + soak_s
         seeds = [random.Random(rng.random()) for _ in range(NUM_CLIENTS + 1)]
         await asyncio.gather(
