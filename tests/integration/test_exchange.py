@@ -14,6 +14,8 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.control import ControlServer, Received
+from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import ConfigError, LocalProtocolError, RequestError, TransferError
@@ -21,11 +23,13 @@ from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery, Renew
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.transport.base import Link
+from kvferry.transport import nixl, shm
+from kvferry.transport.base import Link, TransferStatus
 from tests.integration.exchange_pair import LAYOUT, PROMPT, Side, make_side, pair, wait_whole
 
 TRANSFER = TransferId("xfer-1")
-TRANSPORTS = ["shm", "nixl"]
+WORK = {"shm": shm._CopyWork, "nixl": nixl._OwnWork}
+TRANSPORTS = list(WORK)
 
 
 @pytest.mark.parametrize("transport_name", TRANSPORTS)
@@ -57,6 +61,31 @@ def test_both_directions_between_one_pair(transport_name: str) -> None:
         right.pool.drop(blocks_right)
         left.pool.drop(blocks_left)
         wait_whole(left, right)
+
+
+@pytest.mark.parametrize("transport_name", TRANSPORTS)
+def test_a_link_whose_read_has_failed_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, transport_name: str
+) -> None:
+    with pair(transport_name) as (prefill, decode):
+        prefill.offer(TRANSFER)
+        with monkeypatch.context() as patch:
+            patch.setattr(WORK[transport_name], "advance", lambda _: TransferStatus.ERROR)
+            blocks, result = decode.receive(TRANSFER, prefill)
+        assert result.detail == "the transport reports an error"
+        decode.pool.drop(blocks)
+        deadline_s = time.monotonic() + 20
+        while result.outcome is not ReceiveOutcome.RECEIVED:
+            # Nothing is posted on the broken link; a lost peer may rest for a while.
+            assert "closed" not in result.detail
+            assert time.monotonic() < deadline_s, result.detail
+            transfer_id = TransferId(f"again-{time.monotonic()}")
+            _, sent = prefill.offer(transfer_id)
+            blocks, result = decode.receive(transfer_id, prefill)
+            decode.pool.drop(blocks)
+            prefill.exchange.withdraw(transfer_id)
+        assert decode.memory[blocks].tobytes() == sent
+        wait_whole(prefill, decode)
 
 
 def refused(prefill: Side, decode: Side) -> tuple[ReceiveOutcome, str]:
@@ -236,6 +265,31 @@ def test_truncated_and_oversized_messages_are_dropped(shared_side: Side) -> None
     after = shared_side.counter("kvferry_control_malformed_total", reason="malformed")
     assert after - before == len(whole)
     assert ask(shared_side, lambda client: client.send(b"x" * (MAX_MESSAGE_BYTES + 1)))
+
+
+def test_a_request_that_meets_a_bug_costs_no_other_its_answer(
+    monkeypatch: pytest.MonkeyPatch, shared_side: Side
+) -> None:
+    received: list[Received] = []
+    receive = ControlServer.receive
+
+    def receive_both(server: ControlServer) -> list[Received]:
+        received.extend(receive(server))
+        both, received[:] = (received[:], []) if len(received) >= 2 else ([], received)
+        return both
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug that a test has put there")
+
+    monkeypatch.setattr(ControlServer, "receive", receive_both)
+    monkeypatch.setattr(Planner, "answer_renew", fail)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, 20_000)
+        client.connect(shared_side.exchange.address.control_address)
+        client.send(encode(1, Renew(TRANSFER, Epoch(1), 1.0)))
+        client.send(encode(2, InstanceQuery()))
+        assert b"instance_info" in client.recv()
 
 
 def test_raw_bytes_on_the_port_do_no_harm(shared_side: Side) -> None:

@@ -118,10 +118,11 @@ class DisconnectReader(_Effect, frozen=True):
 
 
 class DisconnectPeer(_Effect, frozen=True):
-    """Tear the link to a holder down; our READs then end, and ``PeerQuiet`` follows once nothing
-    that the holder posted can land."""
+    """Tear the link to a holder down, unless it was made since and has nothing of this transfer;
+    our READs then end, and ``PeerQuiet`` follows once nothing that the holder posted can land."""
 
     peer: PeerAddress
+    transfer_id: TransferId
 
 
 class StartServing(_Effect, frozen=True):

@@ -73,8 +73,10 @@ class Holders:
         return sum(self._is_resting(session) for session in list(self._sessions.values()))
 
     def next_deadline_s(self) -> float | None:
-        """Return when a session's peer owes its answer at the latest, or None."""
-        deadlines = (session.next_deadline_s() for session in self._sessions.values())
+        """Return when a session's peer owes its answer at the latest, or may be tried again for
+        what it was not told; or None."""
+        deadlines = [session.next_deadline_s() for session in self._sessions.values()]
+        deadlines += [s.lost_at_s + LOST_SESSION_REST_S for s in self._with_late_releases()]
         return min((d for d in deadlines if d is not None), default=None)
 
     def contact(self, peer: PeerAddress) -> None:
@@ -124,8 +126,18 @@ class Holders:
             if not session.is_retired:
                 self._handle(session.receive())
                 self._handle(session.expire())
+            if session.state is SessionState.FOUND:
+                self._take_over(session)
             if session.state is SessionState.LOST:
                 self._retire(session)
+
+    def send_late_releases(self) -> None:
+        """Tell peers that were lost a while ago what they need not hold for us."""
+        for session in self._with_late_releases():
+            if not self._is_resting(session):
+                releases, session.late_releases = session.late_releases, []
+                for release in releases:
+                    self.send(release)
 
     def tell_quiet(self) -> None:
         """Report the pushes of links that are down and have become quiet."""
@@ -136,15 +148,26 @@ class Holders:
             else:
                 self._unquiet.append((link, transfer_ids))
 
-    def disconnect(self, peer: PeerAddress) -> None:
-        """Tear the link to ``peer`` down; all that waits for it is told."""
+    def disconnect(self, peer: PeerAddress, transfer_id: TransferId) -> None:
+        """Tear the link down that ``transfer_id`` uses; all that waits for ``peer`` is told."""
         session = self._sessions.get(peer)
-        if session is None:
+        if session is None or session.link_closed:
             return
-        self._handle(session.lose(ReceiveOutcome.SLOW, "a transfer did not end in time"))
-        if not session.link_closed:
-            self._note_link_closed(session)
-            self._handle(self._reads.end_link(session.link))
+        if transfer_id not in session.pushes and not self._reads.uses(session.link, transfer_id):
+            return  # its own link is down already, and this one serves others
+        self._tear_down(session, ReceiveOutcome.SLOW, "a transfer did not end in time")
+
+    def drop_broken(self) -> None:
+        """Give up the sessions whose links have failed; whoever comes next connects anew."""
+        broken = self._reads.take_broken()
+        for session in list(self._sessions.values()) if broken else ():
+            if session.link in broken and not session.link_closed:
+                self._tear_down(session, ReceiveOutcome.FAILED, "its link has failed")
+
+    def _tear_down(self, session: Session, outcome: ReceiveOutcome, detail: str) -> None:
+        self._handle(session.lose(outcome, detail))
+        self._note_link_closed(session)
+        self._handle(self._reads.end_link(session.link))
         self._retire(session)
 
     def close(self) -> None:
@@ -153,6 +176,9 @@ class Holders:
             self._handle(self._reads.end_link(session.link))
             if not session.is_retired:
                 session.client.close()
+
+    def _with_late_releases(self) -> list[Session]:
+        return [s for s in self._sessions.values() if s.late_releases and s.link_closed]
 
     def _is_ready(self, peer: PeerAddress) -> bool:
         session = self._sessions.get(peer)
@@ -169,15 +195,44 @@ class Holders:
             if not is_lost or self._is_resting(session) or not session.link_closed:
                 return session
             del self._sessions[peer]
-        self._make_room(peer)
+        self._make_room()
         return self._open_session(peer)
 
-    def _make_room(self, peer: PeerAddress) -> None:
-        """Let go of earlier epochs of ``peer``, and of the session that was idle longest."""
+    def _others(self, peer: PeerAddress) -> list[Session]:
+        """Return the live sessions with the instance of ``peer`` under another epoch or address."""
+        return [
+            session
+            for other, session in self._sessions.items()
+            if other.instance_id == peer.instance_id
+            and other != peer
+            and session.state is not SessionState.LOST
+        ]
+
+    def _take_over(self, session: Session) -> None:
+        """``session`` has found its peer, which takes one link of ours: end the others' sessions.
+
+        One of the same start that is in use proves that the peer can be reached without this one.
+        """
+        others = self._others(session.peer)
+        is_same_start = any(
+            other.peer.epoch == session.peer.epoch and self._is_in_use(other) for other in others
+        )
+        if is_same_start:
+            detail = "it is being talked to at another address"
+            self._handle(session.lose(ReceiveOutcome.DECLINED, detail))
+            return
+        for other in others:
+            self._handle(other.lose(ReceiveOutcome.GONE, "it has restarted or moved since"))
+        session.greet()
+
+    def _is_in_use(self, session: Session) -> bool:
+        is_ready = session.state is SessionState.READY
+        return is_ready and not (session.is_idle and not self._reads.uses(session.link))
+
+    def _make_room(self) -> None:
+        """Forget sessions that have ended, and let go of the one that was idle longest."""
         for other, session in list(self._sessions.items()):
-            if other.instance_id == peer.instance_id:
-                self._handle(session.lose(ReceiveOutcome.GONE, "it has restarted since"))
-            if session.link_closed:
+            if session.link_closed and not session.late_releases:
                 del self._sessions[other]
         live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
         idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
@@ -196,9 +251,15 @@ class Holders:
         hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
         timeout_s, verifies = parts.config.control_timeout_s, parts.digester is not None
         session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
+        has_others = bool(self._others(peer))
         self._sessions[peer] = session
         self._poller.register(client.socket, zmq.POLLIN)
-        session.greet()
+        if has_others:
+            # The handshake ends the link that the peer has with us: a hint that is old or wrong
+            # must not do that to those who use it.
+            session.look()
+        else:
+            session.greet()
         return session
 
     def _retire(self, session: Session) -> None:

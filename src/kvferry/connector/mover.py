@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvferry.connector.control import ControlContext, ControlServer
+from kvferry.connector.control import ControlContext, ControlServer, Received
 from kvferry.connector.effects import (
     ContactPeer,
     CountHistoryEnd,
@@ -76,6 +76,7 @@ class Mover:
         self._reads = Reads(parts.clock, parts.digester)
         self._writes = Writes()
         self._inbox: deque[Effect] = deque()
+        self._requests: deque[Received] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._is_closed = False
@@ -162,6 +163,7 @@ class Mover:
             self._readers.progress,
             self._holders.progress,
             self._holders.tell_quiet,
+            self._holders.send_late_releases,
             self._act_on_deadlines,
         )
         self._drain_wake_fd()
@@ -174,6 +176,7 @@ class Mover:
 
     def _poll_transfers(self) -> None:
         self._handle(self._reads.poll())
+        self._holders.drop_broken()
         self._handle(self._writes.poll())
         self._drop_broken_readers()
 
@@ -210,7 +213,10 @@ class Mover:
             return
 
     def _answer_requests(self) -> None:
-        for request in self._server.receive():
+        self._requests.extend(self._server.receive())
+        while self._requests:
+            # Taken out first: a bug that one of them meets must not cost the others their answers.
+            request = self._requests.popleft()
             message = request.envelope.message
             if isinstance(message, InstanceQuery):
                 self._server.reply(request, self._parts.describe(self.control_address))
@@ -283,7 +289,7 @@ class Mover:
             case ContactPeer():
                 self._holders.contact(effect.peer)
             case DisconnectPeer():
-                self._holders.disconnect(effect.peer)
+                self._holders.disconnect(effect.peer, effect.transfer_id)
             case DisconnectReader():
                 link = self._readers.link(effect.reader)
                 if link is not None:

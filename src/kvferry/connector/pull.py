@@ -91,7 +91,9 @@ RECEIVER: Table[ReceiveState, ReceiveEvent, ReceiveAction] = Table(
         (_R.QUARANTINED, _E.READ_TOO_LATE): _LEAVE,
         (_R.QUARANTINED, _E.READ_CORRUPT): _LEAVE,
         (_R.QUARANTINED, _E.READ_FAILED): _LEAVE,
-        (_R.QUARANTINED, _E.GRACE_OVER): Rule(_R.QUARANTINED, (_A.DISCONNECT_PEER,)),
+        (_R.QUARANTINED, _E.GRACE_OVER): Rule(
+            _R.QUARANTINED, (_A.DISCONNECT_PEER, _A.SEND_RELEASE)
+        ),
     },
 )
 

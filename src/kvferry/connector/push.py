@@ -189,6 +189,8 @@ PUSH_RECEIVER: Table[FillState, FillEvent, FillAction] = Table(
         (_F.FILLING, _V.CANCELLED): _ABANDON,
         (_F.FILLING, _V.GIVEN_BACK): Rule(_F.ANNOUNCED, (_B.QUARANTINE_BLOCKS,)),
         (_F.QUARANTINED, _V.QUIET): Rule(_F.CLOSED, (_B.LEAVE_QUARANTINE, _B.STOP_PROGRESS)),
-        (_F.QUARANTINED, _V.GRACE_OVER): Rule(_F.QUARANTINED, (_B.DISCONNECT_PEER,)),
+        (_F.QUARANTINED, _V.GRACE_OVER): Rule(
+            _F.QUARANTINED, (_B.DISCONNECT_PEER, _B.SEND_RELEASE)
+        ),
     },
 )

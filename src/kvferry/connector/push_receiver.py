@@ -371,7 +371,7 @@ class PushReceiver:
                 self._first_tokens.append(FirstTokenArrival(fill.transfer_id, fill.end))
                 return [NotifyEngine()]
             case FillAction.DISCONNECT_PEER:
-                return [DisconnectPeer(fill.peer)]
+                return [DisconnectPeer(fill.peer, fill.transfer_id)]
             case _:  # pragma: no cover - a first token is reported only where there is one
                 pass
         return []

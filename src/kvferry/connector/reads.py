@@ -13,6 +13,7 @@ from kvferry.connector.effects import PostRead
 from kvferry.connector.events import Event, ReadEnded, ReadStatus
 from kvferry.connector.readers import BlockDigester
 from kvferry.errors import FerryError
+from kvferry.protocol.ids import TransferId
 from kvferry.transport.base import Link, Transfer, TransferStatus
 
 
@@ -32,6 +33,7 @@ class Reads:
         self._running: list[_Read] = []
         self._failed: list[tuple[_Read, ReadEnded]] = []
         """Torn down on our side, but not proven quiet."""
+        self._broken: list[Link] = []
 
     @property
     def num_running(self) -> int:
@@ -43,9 +45,12 @@ class Reads:
         """READs that have failed and may still touch memory; only time will tell."""
         return len(self._failed)
 
-    def uses(self, link: Link) -> bool:
-        """Whether a READ runs on ``link``."""
-        return any(read.link is link for read in self._running)
+    def uses(self, link: Link, transfer_id: TransferId | None = None) -> bool:
+        """Whether a READ runs on ``link``, or that of ``transfer_id``."""
+        return any(
+            read.link is link and transfer_id in (None, read.effect.transfer_id)
+            for read in self._running
+        )
 
     def post(self, effect: PostRead, link: Link | None) -> list[Event]:
         """Post; returns the end at once where the transport copies in the call or refuses."""
@@ -71,10 +76,16 @@ class Reads:
             read.link.release(read.transfer)
             if status is TransferStatus.ERROR:
                 read.link.disconnect()
+                self._broken.append(read.link)
                 self._fail(read, "the transport reports an error")
                 continue
             events.append(self._end(read))
         return events + self._quiet_ones()
+
+    def take_broken(self) -> list[Link]:
+        """Return the links on which a READ has failed since the last call; they serve no more."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def end_link(self, link: Link) -> list[Event]:
         """Disconnect ``link``; return its READs that are over, of which nothing can land any more.

@@ -276,7 +276,7 @@ class ReceivePlanner:
             case ReceiveAction.SEND_RELEASE:
                 return [SendRelease(receive.peer, receive.transfer_id, receive.end_of_request)]
             case ReceiveAction.DISCONNECT_PEER:
-                return [DisconnectPeer(receive.peer)]
+                return [DisconnectPeer(receive.peer, receive.transfer_id)]
         return []
 
     def _enter_quarantine(self, receive: _Receive) -> None:

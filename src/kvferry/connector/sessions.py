@@ -43,6 +43,8 @@ from kvferry.protocol.messages import (
     Granted,
     Hello,
     HelloReply,
+    InstanceInfo,
+    InstanceQuery,
     Message,
     Notice,
     Registered,
@@ -58,6 +60,10 @@ from kvferry.transport.base import Link
 class SessionState(enum.Enum):
     """Where a session is."""
 
+    LOOKING = "looking"
+    """The peer was asked who it is."""
+    FOUND = "found"
+    """It is the one that was looked for; not greeted yet."""
     GREETING = "greeting"
     READY = "ready"
     LOST = "lost"
@@ -70,7 +76,7 @@ class _Awaited:
     sent_s: float
     deadline_s: float
     effect: Sendable | None
-    """None: the handshake."""
+    """None: the handshake, or the look before it."""
 
 
 class RequestChannel(Protocol):
@@ -114,6 +120,11 @@ class Session:
     """Protocol version that the peer has shown."""
     pushes: set[TransferId] = field(default_factory=set)
     """Transfers for which the peer was told where to write."""
+    late_releases: list[SendRelease] = field(default_factory=list)
+    """What could not be said, or may not have been heard, before the session was lost: the peer
+    may have been away for a moment only, and still hold something. One that never was there holds
+    nothing."""
+    was_ready: bool = False
     _outbox: list[Sendable] = field(default_factory=list)
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
 
@@ -122,8 +133,14 @@ class Session:
         """Whether nothing waits for an answer."""
         return not (self._awaited or self._outbox or self.pushes)
 
+    def look(self) -> None:
+        """Ask who is there, which does nothing to the peer, before the handshake does."""
+        self.state = SessionState.LOOKING
+        self._send(InstanceQuery(), None)
+
     def greet(self) -> None:
         """Send the handshake."""
+        self.state = SessionState.GREETING
         self._send(self.hello, None)
 
     def submit(self, message: Sendable) -> list[Event]:
@@ -131,9 +148,11 @@ class Session:
         self.last_used_s = self.clock.monotonic_s()
         if self.state is SessionState.READY:
             return self._submit_now(message)
-        if self.state is SessionState.GREETING:
+        if self.state is not SessionState.LOST:
             self._outbox.append(message)
-        elif not isinstance(message, SendRelease):
+        elif isinstance(message, SendRelease):
+            self._keep_release(message)
+        else:
             return self._lost_events(message)
         return []
 
@@ -180,10 +199,17 @@ class Session:
         }
         waiting.update(dict.fromkeys(self.pushes))
         unsent = [effect for effect in self._outbox if isinstance(effect, SendRegister)]
+        for effect in effects:
+            if isinstance(effect, SendRelease):
+                self._keep_release(effect)
         self._awaited.clear()
         self._outbox.clear()
         events: list[Event] = [self._lost_event(transfer_id) for transfer_id in waiting]
         return events + [e for effect in unsent for e in self._unsent_events(effect)]
+
+    def _keep_release(self, release: SendRelease) -> None:
+        if self.was_ready:
+            self.late_releases.append(release)
 
     def _lost_event(self, transfer_id: TransferId) -> PeerLost:
         return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
@@ -210,7 +236,7 @@ class Session:
     def _on_reply(self, awaited: _Awaited, reply: Message) -> list[Event]:
         effect = awaited.effect
         if effect is None:
-            return self._on_hello_reply(reply)
+            return self._on_look_reply(reply) if self._is_looking else self._on_hello_reply(reply)
         if isinstance(reply, Declined) and reply.reason is DeclineReason.UNKNOWN_PEER:
             # The holder has forgotten this reader (it was idle for long): a new session can try.
             detail = f"the holder does not know this reader (any more): {reply.detail}"
@@ -223,6 +249,23 @@ class Session:
             event = PeerLost(effect.transfer_id, ReceiveOutcome.FAILED, detail)
         return [event]
 
+    @property
+    def _is_looking(self) -> bool:
+        return self.state is SessionState.LOOKING
+
+    def _on_look_reply(self, reply: Message) -> list[Event]:
+        if not isinstance(reply, InstanceInfo):
+            name = type(reply).__name__
+            return self.lose(ReceiveOutcome.FAILED, f"the peer answered 'instance' with {name}")
+        if (reply.instance_id, reply.epoch) != (self.peer.instance_id, self.peer.epoch):
+            return self._lose_to_another()
+        self.state = SessionState.FOUND
+        return []
+
+    def _lose_to_another(self) -> list[Event]:
+        detail = f"{self.peer.instance_id} has restarted since, or another is in its place"
+        return self.lose(ReceiveOutcome.GONE, detail)
+
     def _on_hello_reply(self, reply: Message) -> list[Event]:
         if isinstance(reply, Declined):
             incompatible = reply.reason is DeclineReason.INCOMPATIBLE
@@ -232,8 +275,7 @@ class Session:
             name = type(reply).__name__
             return self.lose(ReceiveOutcome.FAILED, f"the peer answered a hello with {name}")
         if (reply.instance_id, reply.epoch) != (self.peer.instance_id, self.peer.epoch):
-            detail = f"{self.peer.instance_id} has restarted since, or another is in its place"
-            return self.lose(ReceiveOutcome.GONE, detail)
+            return self._lose_to_another()
         try:
             require_same_memory(self.hello, reply)
             self.link.connect(reply.transport_metadata)
@@ -242,6 +284,7 @@ class Session:
         except FerryError as error:
             return self.lose(ReceiveOutcome.UNREACHABLE, str(error))
         self.state = SessionState.READY
+        self.was_ready = True
         outbox, self._outbox = self._outbox, []
         return [event for effect in outbox for event in self._submit_now(effect)]
 

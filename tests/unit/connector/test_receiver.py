@@ -144,7 +144,10 @@ def test_a_slow_read_frees_the_request_but_not_the_blocks(world: World) -> None:
     assert world.planner.snapshot().num_blocks_quarantined == 3
     assert world.pool.num_free == 13
     world.clock.advance(5.0)
-    assert world.planner.tick() == [DisconnectPeer(PEER)]
+    assert world.planner.tick() == [
+        DisconnectPeer(PEER, TRANSFER),
+        SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED),
+    ]
     assert world.pool.num_free == 13
     assert read_ended(world, ReadStatus.FAILED) == [
         SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED)
