@@ -78,6 +78,21 @@ async def test_overloaded_holder_is_asked_and_not_chosen(mode: str, choice: Deco
         assert await world.metric(_CHOICES, choice="holder") == 1
 
 
+@pytest.mark.parametrize("named", ["X-Session-ID", ""])
+@pytest.mark.parametrize(("mode", "choice"), _CASES)
+async def test_a_turn_that_is_not_read_back_changes_nothing_for_the_later_ones(
+    mode: str, choice: DecodeChoice, named: str
+) -> None:
+    async with deployment(1, 3, capabilities=ALL, decode_choice=choice) as world:
+        conversation = Conversation(world, named, {"X-KVFerry-Mode": mode})
+        holder = await conversation.turn(X_KVFerry_Read_Back="off")
+        for is_off in (False, True, True, False, False):
+            extra = {"X_KVFerry_Read_Back": "off"} if is_off else {}
+            assert await conversation.turn(**extra) is holder
+            assert hint(world.p.received[-1]) == (None if is_off else peer(holder))
+        assert await world.metric(_CHOICES, choice="holder") == 5
+
+
 async def test_late_choice_prefers_the_holder_over_free_blocks() -> None:
     async with deployment(1, 2, capabilities=ALL, decode_choice=DecodeChoice.LATE) as world:
         world.p.prefill = Script(progress=((0, 10), (6, 10), (10, 10)))
