@@ -88,7 +88,7 @@ async def test_a_turn_that_is_not_read_back_changes_nothing_for_the_later_ones(
         holder = await conversation.turn(X_KVFerry_Read_Back="off")
         for is_off in (False, True, True, False, False):
             extra = {"X_KVFerry_Read_Back": "off"} if is_off else {}
-            assert await conversation.turn(**extra) is holder
+            assert await conversation.turn(stream=True, **extra) is holder
             assert hint(world.p.received[-1]) == (None if is_off else peer(holder))
         assert await world.metric(_CHOICES, choice="holder") == 5
 
