@@ -79,11 +79,12 @@ class Turn:
     transfer_id: str = field(default_factory=new_transfer)
 
     def begin_prefill(self) -> asyncio.Task[Answer]:
-        """Send prefill's leg, which is never streamed."""
+        """Send prefill's leg, which is never streamed and has no options of a stream."""
         ask: Json = {"transfer_id": self.transfer_id, "role": "prefill", "mode": self.mode}
         if self.history is not None:
             ask["history"] = self.history
-        return self._begin(self.prefill, self.body | {"stream": False}, ask)
+        body = {name: value for name, value in self.body.items() if name != "stream_options"}
+        return self._begin(self.prefill, body | {"stream": False}, ask)
 
     async def begin_decode(self, prefill: Answer | None) -> asyncio.Task[Answer]:
         """Send decode's leg: a pull after prefill's answer, a push whenever."""

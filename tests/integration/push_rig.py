@@ -134,7 +134,6 @@ class Side:
             sampling=SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling}),
             transfer=transfer,
             cache_salt=salt,
-            wants_report=True,
         )
         self.engine.submit(request, answer)
         return answer

@@ -115,6 +115,38 @@ async def test_a_conversation_goes_on(
     assert await num_leases(client, decode, "read") == num_leased + 2
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_cached", [False, True])
+async def test_usage_counts_what_prefill_has_not_computed(
+    client: Client,
+    deployment: Deployment,
+    plain: Program,
+    history: Json,
+    is_cached: bool,
+    mode: str,
+    *,
+    streams: bool,
+) -> None:
+    """From its own cache or read back, with no report asked for; never what decode holds."""
+    prefill, decode = deployment["prefill"], deployment["decode"]
+    talk = await known_talk(client, plain, 150, 70)
+    await begin_talk(client, decode, talk)
+    if is_cached:
+        await client.post(prefill, talk.first)
+    options: Json = {"stream": streams, "stream_options": {"include_usage": True}}
+    body = talk.second | {"kv_report": False} | (options if streams else {})
+    num_cached = talk.num_held_tokens // BLOCK_TOKENS * BLOCK_TOKENS if is_cached else 0
+    for told, num_reused in ((None, num_cached), (history, talk.num_held_tokens)):
+        if told is not None:
+            await reset_prefix_cache(client, prefill)
+            body = body | {"prompt": [*talk.first["prompt"], *talk.first_right, *fresh_prompt(70)]}
+        answer = await Turn(client, prefill, decode, body, told, mode).run()
+        assert not answer.report
+        usage = (answer.events[-1] if streams else answer.json)["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": num_reused}
+
+
 @pytest.mark.parametrize("num_cached", [0, 32])
 @pytest.mark.parametrize("num_missing", [63, 64, 65, 66])
 async def test_the_threshold_counts_what_can_be_moved(

@@ -74,7 +74,7 @@ class HandoffSender:
         first_token = FirstToken(
             request.token_ids[request.num_prompt_tokens], request.seed, logprob
         )
-        report = request.prefill_report() if request.request.wants_report else None
+        report = request.prefill_report()
         end = PrefillEnd(first_token, request.prefill_end_s, report)
         offer = self._offer(request, transfer, end)
         return KvTransferParams(

@@ -59,8 +59,6 @@ class EngineRequest:
     """Role prefill: end after one token and offer the blocks. Role decode: receive them."""
     wants_progress: bool = False
     """Role prefill: say how far the prompt is computed, at admission and after each chunk."""
-    wants_report: bool = False
-    """The client reads the report: prefill's part is to travel with the handoff."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,6 @@ def _engine_requests(
             cache_salt=request.cache_salt or "",
             transfer=accepted.transfer,
             wants_progress=bool(request.kv_progress) and _is_prefill_leg(accepted),
-            wants_report=bool(request.kv_report),
         )
         for number, prompt in enumerate(prompts)
         for choice in range(num_choices)

@@ -86,6 +86,9 @@ def test_what_the_holder_has_is_read_and_the_rest_computed(
     assert report.num_computed_tokens == len(prompt) - 170
     assert (report.read_back_outcome, report.read_back_s) == ("received", 0.5)
     assert report.compute_s > 0
+    handoff = answer.outputs[-1].handoff
+    assert handoff is not None
+    assert handoff.prefill_report == report, "decode's usage counts by it, whoever asks for more"
 
 
 def test_a_history_is_read_beyond_what_is_cached_here(rig: Rig, holder: Rig) -> None:

@@ -56,16 +56,6 @@ async def test_a_prefill_leg_is_answered_whole_with_the_handoff(stream: bool) ->
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("params", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("wanted", [False, True])
-async def test_the_engine_is_told_whether_the_client_reads_the_report(
-    params: KvTransferParams, wanted: bool
-) -> None:
-    async with serve(ScriptedEngine(says("x"))) as served:
-        await served.post(COMPLETIONS, body(params, kv_report=wanted))
-        assert served.engine.requests[0].wants_report is wanted
-
-
 async def test_a_decode_leg_carries_the_parameters_to_the_engine() -> None:
     async with serve(ScriptedEngine(says("xy"))) as served:
         status, answer = await served.post(COMPLETIONS, body(DECODE))
