@@ -172,6 +172,7 @@ async def test_read_back_is_switched_off_by_request_or_router() -> None:
     [
         ("X-KVFerry-Read-Back", "on", "auto, off"),
         ("X-KVFerry-Retention-S", "long", "0 to 86400"),
+        ("X-KVFerry-Readback", "off", "the nearest is 'X-KVFerry-Read-Back'"),
     ],
 )
 async def test_headers_that_ask_for_nothing_are_refused(

@@ -17,6 +17,17 @@ _KEY_B = {"Authorization": "Bearer b"}
 _CAN_PUSH = ("pull", "push", "history")
 
 
+async def test_a_tenants_header_may_have_any_name() -> None:
+    named = ConversationConfig(tenant_header="X-KVFerry-Tenant")
+    async with deployment(conversations=named) as world:
+        a = {"X-KVFerry-Tenant": "a"}
+        async with world.post({"prompt": "a"}, headers=a) as response:
+            assert response.status == 200
+        for received in world.p.received + world.d.received:
+            assert received.body["cache_salt"]
+            assert "X-KVFerry-Tenant" not in received.headers
+
+
 async def _salts(
     world: Deployment, body: Mapping[str, object], headers: Mapping[str, str]
 ) -> list[object]:

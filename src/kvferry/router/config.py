@@ -69,6 +69,11 @@ class ConversationConfig:
     holder_slack_requests: int = 4
     """By how many requests the holder may be busier than another and still be chosen."""
 
+    @property
+    def header_names(self) -> tuple[str, ...]:
+        """The headers that are named here."""
+        return self.id_headers + (() if self.tenant_header is None else (self.tenant_header,))
+
     def __post_init__(self) -> None:
         if not self.max_conversations > 0:
             raise ConfigError("--max-conversations must be greater than 0")

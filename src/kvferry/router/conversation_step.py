@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvferry.router.context import RequestContext
-from kvferry.router.conversation import Recogniser
-from kvferry.router.read_back import (
+from kvferry.protocol.client_headers import (
     READ_BACK_HEADER,
     RETENTION_HEADER,
-    wanted_read_back,
-    wanted_retention_s,
+    refuse_unknown_headers,
 )
+from kvferry.router.context import RequestContext
+from kvferry.router.conversation import Recogniser
+from kvferry.router.read_back import wanted_read_back, wanted_retention_s
 from kvferry.router.recall import Conversation
 from kvferry.router.steps import StepTools
 from kvferry.router.tenant import salted, tenant_of
@@ -27,6 +27,7 @@ class ConversationStep:
     async def run(self, context: RequestContext) -> None:
         """Fill in ``conversation``. Raises ``RequestError`` for a header that asks for nothing."""
         config, headers = self._tools.config.conversations, context.request.headers
+        refuse_unknown_headers(headers, config.header_names)
         read_back = wanted_read_back(headers.get(READ_BACK_HEADER), config.read_back)
         retention_s = wanted_retention_s(headers.get(RETENTION_HEADER))
         tenant = tenant_of(headers, config.tenant_header)

@@ -6,11 +6,10 @@ import enum
 from dataclasses import dataclass
 
 from kvferry.errors import RequestError
+from kvferry.protocol.client_headers import MODE_HEADER as MODE_HEADER
 from kvferry.protocol.params import Mode
 from kvferry.router.config import RouteMode
 from kvferry.router.parsing import RequestTraits
-
-MODE_HEADER = "X-KVFerry-Mode"
 
 
 class PlainReason(enum.StrEnum):

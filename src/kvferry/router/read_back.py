@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 from kvferry.errors import RequestError
+from kvferry.protocol.client_headers import READ_BACK_HEADER, RETENTION_HEADER
 from kvferry.protocol.messages import MAX_DURATION_S
 from kvferry.router.config import ReadBack
-
-READ_BACK_HEADER = "X-KVFerry-Read-Back"
-RETENTION_HEADER = "X-KVFerry-Retention-S"
 
 
 def wanted_read_back(header: str | None, configured: ReadBack) -> ReadBack:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import RequestError
+from kvferry.protocol.client_headers import refuse_unknown_headers
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import KvTransferParams, Role
 from kvferry.protocol.signing import SIGNATURE_HEADER
@@ -35,6 +36,7 @@ from kvferry.server.service import InstanceService
 async def completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``."""
     service = request.app[SERVICE]
+    refuse_unknown_headers(request.headers)
     body = await request.read()
     parsed = parse_body(body, CompletionRequest)
     model = service.require_model(parsed.model)
@@ -52,6 +54,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions``."""
     service = request.app[SERVICE]
+    refuse_unknown_headers(request.headers)
     body = await request.read()
     parsed = parse_body(body, ChatRequest)
     model = service.require_model(parsed.model)

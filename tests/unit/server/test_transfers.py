@@ -56,6 +56,20 @@ async def test_a_prefill_leg_is_answered_whole_with_the_handoff(stream: bool) ->
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+async def test_a_misspelt_header_is_refused_and_a_routers_is_not(path: str) -> None:
+    ask = {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    async with serve(ScriptedEngine(says("x"))) as served:
+        misspelt = {"X-KVFerry-Readback": "off"}
+        async with served.client.post(path, json=ask, headers=misspelt) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "X-KVFerry-Readback")
+        assert served.engine.requests == []
+        meant = {"X-KVFerry-Read-Back": "off", "X-KVFerry-Mode": "pull"}
+        async with served.client.post(path, json=ask, headers=meant) as response:
+            assert response.status == 200
+
+
 async def test_a_decode_leg_carries_the_parameters_to_the_engine() -> None:
     async with serve(ScriptedEngine(says("xy"))) as served:
         status, answer = await served.post(COMPLETIONS, body(DECODE))
