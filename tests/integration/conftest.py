@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.testing.process_forks import ProcessForks
 from kvferry.testing.tiny_model import WIDE_SHAPE, make_tiny_model
+from tests.integration.clear_answers import Judge
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -42,6 +43,12 @@ def forks() -> Iterator[ProcessForks]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose handoffs are a few hundred KiB."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def judge(tiny_model: Path) -> Judge:
+    """Finds ties in answers of ``tiny_model``."""
+    return Judge(tiny_model)
 
 
 @pytest.fixture(scope="session")

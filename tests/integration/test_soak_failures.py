@@ -15,12 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
+from tests.integration.clear_answers import ClearAnswers, Judge, Known
 from tests.integration.deployment_client import (
     Answer,
     Client,
@@ -55,14 +57,6 @@ NAMED_ERRORS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A request and its right tokens."""
-
-    body: Json
-    right: list[int]
-
-
 @dataclass(slots=True)
 class Tally:
     counts: Counter[str] = field(default_factory=Counter)
@@ -84,23 +78,29 @@ class Tally:
             )
 
 
-async def known_requests(client: Client, program: Program, rng: random.Random) -> list[Known]:
+async def known_requests(answers: ClearAnswers, rng: random.Random) -> list[Known]:
     """Requests of mixed lengths, some of which continue others, computed by one instance."""
     requests: list[Known] = []
-    start = rng.randrange(2**20)
+    first_start = rng.randrange(2**20)
     for number, length in enumerate(LENGTHS):
-        prompt = prompt_of(length, start + number)
-        longer = prompt + prompt_of(rng.randint(1, 200), start + 100 + number)
-        for tokens in (prompt, longer):
-            body = body_of(
-                tokens,
-                rng.randint(1, 24),
-                temperature=rng.choice([0.0, 0.8]),
-                top_k=FEW_CANDIDATES,
-                seed=rng.randrange(2**31),
-            )
-            requests.append(Known(body, await client.plain(program, body)))
+        parts = ((length, first_start + number), (rng.randint(1, 200), first_start + 100 + number))
+        told: list[int] = []
+        for num_new, start in parts:
+            body = drawn_body(told, 24, rng)
+            requests.append(await answers.known(body, num_new, start))
+            told = requests[-1].body["prompt"]
     return requests
+
+
+def drawn_body(prompt: list[int], max_tokens: int, rng: random.Random) -> Json:
+    """A request for up to ``max_tokens`` tokens, greedy or drawn from few."""
+    return body_of(
+        prompt,
+        rng.randint(1, max_tokens),
+        temperature=rng.choice([0.0, 0.8]),
+        top_k=FEW_CANDIDATES,
+        seed=rng.randrange(2**31),
+    )
 
 
 async def one_client(
@@ -224,7 +224,7 @@ MOVES = {
 
 
 Plan = TypeVar("Plan")
-Prepare = Callable[[Client, Program, random.Random], Awaitable[Plan]]
+Prepare = Callable[[ClearAnswers, random.Random], Awaitable[Plan]]
 Drive = Callable[
     [Client, Program, Plan, Tally, random.Random, float, Sequence[str]], Coroutine[None, None, None]
 ]
@@ -244,6 +244,7 @@ REQUESTS = Workload(known_requests, one_client)
 
 async def soak(
     deployment: Deployment,
+    judge: Judge,
     tally: Tally,
     rng: random.Random,
     soak_s: float,
@@ -257,7 +258,8 @@ async def soak(
         for role in ("prefill", "decode")
     )
     async with open_client() as client:
-        plan = await workload.prepare(client, prefill[0], rng)
+        answers = ClearAnswers(judge, partial(client.plain, prefill[0]))
+        plan = await workload.prepare(answers, rng)
         await connect_all_pairs(client, prefill, decode)
         await client.wait_whole(*deployment.instances)
         before = resources_of(deployment)
@@ -290,6 +292,7 @@ def start(deployment: Deployment, model: Path, transport: str) -> None:
 async def test_every_answer_is_right_or_a_named_error(
     forks: ProcessForks,
     tiny_model: Path,
+    judge: Judge,
     tmp_path: Path,
     transport: str,
     soak_s: float,
@@ -298,6 +301,6 @@ async def test_every_answer_is_right_or_a_named_error(
     tally = Tally()
     with open_deployment(tmp_path, forks) as deployment:
         start(deployment, tiny_model, transport)
-        await soak(deployment, tally, soak_random, soak_s, ("pull",), REQUESTS)
+        await soak(deployment, judge, tally, soak_random, soak_s, ("pull",), REQUESTS)
     assert tally.counts["received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0

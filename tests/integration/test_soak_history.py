@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
-from tests.integration.deployment_client import Answer, Client, body_of, prompt_of
+from tests.integration.clear_answers import ClearAnswers, Judge, Known
+from tests.integration.deployment_client import Answer, Client
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.history_legs import read_back
 from tests.integration.test_soak_failures import (
-    FEW_CANDIDATES,
     MOVES,
     REQUEST_BOUND_S,
-    Known,
     Tally,
     Workload,
+    drawn_body,
     soak,
 )
 
@@ -48,27 +48,20 @@ class Story:
     sequels: list[Story] = field(default_factory=list)
 
 
-async def known_stories(client: Client, program: Program, rng: random.Random) -> list[Story]:
+async def known_stories(answers: ClearAnswers, rng: random.Random) -> list[Story]:
     """Conversations that fork at each turn, computed by one instance from nothing."""
     starts = itertools.count(rng.randrange(2**20))
 
-    async def tell(prompt: list[int], num_turns: int) -> Story:
-        body = body_of(
-            prompt,
-            rng.randint(1, 30),
-            temperature=rng.choice([0.0, 0.8]),
-            top_k=FEW_CANDIDATES,
-            seed=rng.randrange(2**31),
-        )
-        story = Story(Known(body, await client.plain(program, body)))
+    async def tell(told: list[int], num_new: int, start: int, num_turns: int) -> Story:
+        story = Story(await answers.known(drawn_body(told, 30, rng), num_new, start))
+        now_told = [*story.turn.body["prompt"], *story.turn.right]
         for _ in range(2 if num_turns > 1 else 0):
-            new = prompt_of(rng.randint(1, MAX_NEW_TOKENS), next(starts))
-            told = [*prompt, *story.turn.right, *new]
-            story.sequels.append(await tell(told, num_turns - 1))
+            num_more = rng.randint(1, MAX_NEW_TOKENS)
+            story.sequels.append(await tell(now_told, num_more, next(starts), num_turns - 1))
         return story
 
-    firsts = [prompt_of(rng.choice(FIRST_LENGTHS), next(starts)) for _ in range(NUM_STORIES)]
-    return [await tell(prompt, NUM_TURNS) for prompt in firsts]
+    firsts = [(rng.choice(FIRST_LENGTHS), next(starts)) for _ in range(NUM_STORIES)]
+    return [await tell([], length, start, NUM_TURNS) for length, start in firsts]
 
 
 @dataclass(slots=True)
@@ -162,6 +155,7 @@ def start(deployment: Deployment, model: Path, transport: str) -> None:
 async def test_every_turn_is_right_or_a_named_error(
     forks: ProcessForks,
     tiny_model: Path,
+    judge: Judge,
     tmp_path: Path,
     transport: str,
     soak_s: float,
@@ -171,7 +165,7 @@ async def test_every_turn_is_right_or_a_named_error(
     with open_deployment(tmp_path, forks) as deployment:
         start(deployment, tiny_model, transport)
         modes = ("pull", "push", "auto")
-        await soak(deployment, tally, soak_random, soak_s, modes, CONVERSATIONS)
+        await soak(deployment, judge, tally, soak_random, soak_s, modes, CONVERSATIONS)
     for mode in ("pull", "push"):
         assert tally.counts[f"{mode}: history received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0

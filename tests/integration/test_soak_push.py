@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.process_forks import ProcessForks
+from tests.integration.clear_answers import Judge
 from tests.integration.deployment_setup import open_deployment
 from tests.integration.test_soak_failures import MOVES, REQUESTS, Tally, soak, start
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.soak
 async def test_every_answer_is_right_or_a_named_error_in_any_mode(
     forks: ProcessForks,
     tiny_model: Path,
+    judge: Judge,
     tmp_path: Path,
     transport: str,
     soak_s: float,
@@ -26,7 +28,8 @@ async def test_every_answer_is_right_or_a_named_error_in_any_mode(
     tally = Tally()
     with open_deployment(tmp_path, forks) as deployment:
         start(deployment, tiny_model, transport)
-        await soak(deployment, tally, soak_random, soak_s, ("pull", "push", "auto"), REQUESTS)
+        modes = ("pull", "push", "auto")
+        await soak(deployment, judge, tally, soak_random, soak_s, modes, REQUESTS)
     assert tally.counts["pull: received"] > 0
     assert tally.counts["push: received"] > 0
     assert tally.counts["killed"] + tally.counts["stopped"] > 0
