@@ -188,6 +188,21 @@ async def test_headers_that_ask_for_nothing_are_refused(
         assert await world.outcomes() == {"bad_request": 1}
 
 
+@pytest.mark.parametrize("wrong", [5, ["a"], {"a": 1}, "x" * 5000], ids=type)
+async def test_a_wrong_id_is_refused(wrong: object) -> None:
+    async with deployment(capabilities=ALL) as world:
+        bodies: list[tuple[object, dict[str, str], str]] = [
+            ({"prompt": "a", "session_id": wrong}, {}, "session_id")
+        ]
+        if isinstance(wrong, str):
+            bodies.append(({"prompt": "a"}, {"X-Session-ID": wrong}, "X-Session-ID"))
+        for body, headers, param in bodies:
+            async with world.post(body, headers=headers) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param)
+        assert world.p.received == world.d.received == []
+
+
 async def test_headers_of_a_conversation_end_at_the_router() -> None:
     async with deployment(capabilities=ALL) as world:
         await Conversation(world).turn(X_KVFerry_Read_Back="auto", X_KVFerry_Retention_S="5")

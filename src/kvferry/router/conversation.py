@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.errors import RequestError
 from kvferry.router.parsing import ParsedBody
 from kvferry.router.prefix import DIGEST_BYTES, Digest, PromptPrefix, prefix_of
 from kvferry.router.tenant import SALT_FIELD
 
 ID_FIELDS = ("session_id", "conversation_id", "prompt_cache_key")
 MAX_ID_CHARS = 256
-# Each character may be written as an escape of six, or as up to four bytes.
-_MAX_ENCODED_ID_BYTES = 6 * MAX_ID_CHARS + 2
+# A character may be written as two escapes of six bytes each.
+_MAX_ENCODED_ID_BYTES = 2 * 6 * MAX_ID_CHARS + 2
+_NULL = b"null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,10 @@ class Recogniser:
     def keys_of(
         self, tenant: bytes, path: str, headers: Mapping[str, str], body: ParsedBody
     ) -> ConversationKeys:
-        """Return the keys of a request of ``tenant`` to ``path``."""
+        """Return the keys of a request of ``tenant`` to ``path``.
+
+        Raises ``RequestError`` for an id that is none.
+        """
         scope = self._digest(
             tenant,
             path.encode(),
@@ -73,30 +78,44 @@ def conversation_id(
 ) -> str | None:
     """Return the id that a request names: the first in its headers, else in its body.
 
-    One that is empty, longer than ``MAX_ID_CHARS`` or no text is passed over.
+    One that is empty, or null, is passed over. Raises ``RequestError`` for one that is no text or
+    longer than ``MAX_ID_CHARS``, whether or not another goes before it.
     """
-    for name in id_headers:
-        value = headers.get(name)
-        if value is not None and _is_usable(value.strip()):
-            return value.strip()
-    for name in ID_FIELDS:
-        raw = body.fields.get(name)
-        if raw is None or len(bytes(raw)) > _MAX_ENCODED_ID_BYTES:
-            continue
-        try:
-            text = msgspec.json.decode(raw, type=str).strip()
-        except msgspec.DecodeError:
-            continue
-        if _is_usable(text):
-            return text
-    return None
+    named = [_header_id(name, headers[name]) for name in id_headers if name in headers]
+    named += [_field_id(name, body.fields[name]) for name in ID_FIELDS if name in body.fields]
+    return next((text for text in named if text), None)
 
 
-def _is_usable(text: str) -> bool:
-    if not 0 < len(text) <= MAX_ID_CHARS:
-        return False
+def _header_id(name: str, value: str) -> str:
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} must be a text in UTF-8", param=name, code="invalid_value"
+        ) from error
+    return _short_id(name, value)
+
+
+def _field_id(name: str, raw: msgspec.Raw) -> str:
+    encoded = bytes(raw).lstrip()
+    if encoded == _NULL:
+        return ""
+    if encoded.startswith(b'"') and len(encoded) > _MAX_ENCODED_ID_BYTES:
+        raise _too_long(name)
+    try:
+        text = msgspec.json.decode(encoded, type=str)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise RequestError(f"{name} must be a text", param=name, code="invalid_type") from error
+    return _short_id(name, text)
+
+
+def _short_id(name: str, text: str) -> str:
+    if len(text) > MAX_ID_CHARS:
+        raise _too_long(name)
+    return text.strip()
+
+
+def _too_long(name: str) -> RequestError:
+    return RequestError(
+        f"{name} must have at most {MAX_ID_CHARS} characters", param=name, code="invalid_value"
+    )

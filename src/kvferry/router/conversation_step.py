@@ -25,7 +25,10 @@ class ConversationStep:
         self._recogniser = recogniser
 
     async def run(self, context: RequestContext) -> None:
-        """Fill in ``conversation``. Raises ``RequestError`` for a header that asks for nothing."""
+        """Fill in ``conversation``.
+
+        Raises ``RequestError`` for a header that asks for nothing, or an id that is none.
+        """
         config, headers = self._tools.config.conversations, context.request.headers
         refuse_unknown_headers(headers, config.header_names)
         read_back = wanted_read_back(headers.get(READ_BACK_HEADER), config.read_back)

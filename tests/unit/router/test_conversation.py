@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
+from kvferry.errors import RequestError
 from kvferry.router.conversation import (
+    ID_FIELDS,
     MAX_ID_CHARS,
     ConversationKeys,
     Recogniser,
@@ -48,23 +50,46 @@ def test_headers_go_before_fields_in_their_order() -> None:
     assert _id({}) is None
 
 
-@pytest.mark.parametrize("wrong", ["", " ", "x" * (MAX_ID_CHARS + 1)])
-def test_an_id_without_use_is_passed_over(wrong: str) -> None:
-    assert _id({"X-Session-ID": wrong}, session_id=wrong, conversation_id="c") == "c"
+@pytest.mark.parametrize("nothing", ["", " ", None])
+def test_an_id_that_names_nothing_is_passed_over(nothing: str | None) -> None:
+    assert _id({"X-Session-ID": nothing or ""}, session_id=nothing, conversation_id="c") == "c"
+    assert _id({}, session_id=nothing) is None
 
 
-@pytest.mark.parametrize("wrong", [5, None, ["a"], {"a": "b"}, True, "x" * 100_000])
-def test_a_field_that_is_no_short_text_is_passed_over(wrong: object) -> None:
-    assert _id({}, session_id=wrong) is None
+@pytest.mark.parametrize("wrong", [5, 1.5, ["a"], ["a"] * 5000, {"a": "b"}, True, False])
+@pytest.mark.parametrize("headers", [{}, {"X-Session-ID": "s"}], ids=["alone", "beside another"])
+def test_a_field_of_another_type_is_refused(wrong: object, headers: dict[str, str]) -> None:
+    for name in ID_FIELDS:
+        with pytest.raises(RequestError, match=f"^{name} must be a text$") as caught:
+            _id(headers, **{name: wrong})
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert caught.value.code == "invalid_type"
 
 
-def test_the_longest_id_counts_however_it_is_written() -> None:
-    longest = "é" * MAX_ID_CHARS
-    assert _id({}, session_id=longest) == longest
+def test_text_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="session_id must be a text"):
+        conversation_id(CIMultiDict(), parse_body(b'{"session_id": "\xff"}'), _HEADERS)
+    with pytest.raises(RequestError, match="X-Session-ID must be a text in UTF-8"):
+        _id({"X-Session-ID": "a\udcff"})
 
 
-def test_a_header_that_is_no_text_is_passed_over() -> None:
-    assert _id({"X-Session-ID": "a\udcff"}) is None
+@pytest.mark.parametrize("char", ["x", "\u00e9", "\U0001f600", "\n"])
+def test_the_longest_id_counts_however_it_is_written(char: str) -> None:
+    longest = char.join("a" * (MAX_ID_CHARS // 2 + 1))[:MAX_ID_CHARS]
+    for name in ID_FIELDS:
+        assert _id({}, **{name: longest}) == longest.strip()
+
+
+@pytest.mark.parametrize("num_more", [1, 5_000, 5_000_000])
+def test_a_longer_id_is_refused(num_more: int) -> None:
+    longer = "x" * (MAX_ID_CHARS + num_more)
+    with pytest.raises(RequestError, match="X-Session-ID must have at most 256 characters") as c:
+        _id({"X-Session-ID": longer})
+    assert (c.value.status, c.value.param) == (400, "X-Session-ID")
+    for name in ID_FIELDS:
+        with pytest.raises(RequestError, match=f"^{name} must have at most 256 characters$") as c:
+            _id({"X-Session-ID": "s"}, **{name: longer})
+        assert (c.value.param, c.value.code) == (name, "invalid_value")
 
 
 def test_id_is_one_wherever_it_stands() -> None:
