@@ -87,7 +87,10 @@ class ConversationConfig:
         ):
             for name in names:
                 if not _HEADER_NAME.fullmatch(name):
-                    raise ConfigError(f"--{option}: {name!r} is no name of a header")
+                    raise ConfigError(
+                        f"--{option}: {name!r} is no name of a header: give letters, digits "
+                        "and !#$%&'*+-.^_`|~, such as X-Session-ID"
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
