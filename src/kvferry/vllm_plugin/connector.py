@@ -6,6 +6,7 @@ a hook that belongs to the other half is never called.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -96,6 +98,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_beside_vllm()
+        _be_known_by_name()
         check_version(vllm.__version__)
         facts = read_facts(vllm_config, kv_cache_config)
         check_engine(facts)
@@ -190,6 +193,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         """Show the figures among vLLM's metrics."""
+        _be_known_by_name()
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -323,6 +327,15 @@ def _log_beside_vllm() -> None:
     """Write kvferry's lines where vLLM writes its own, unless someone has said otherwise."""
     if not logging.getLogger(ROOT_LOGGER_NAME).handlers:
         configure_logging("info", stream=sys.stderr)
+
+
+def _be_known_by_name() -> None:
+    """Have vLLM find the class by its name alone, as ``MultiConnector`` does with figures, in each
+    process in which they pass."""
+    with contextlib.suppress(ValueError):  # It is known already.
+        KVConnectorFactory.register_connector(
+            FerryConnector.__name__, FerryConnector.__module__, FerryConnector.__name__
+        )
 
 
 def _is_tokens_only(request: Request) -> bool:
