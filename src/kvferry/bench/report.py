@@ -6,7 +6,7 @@ import dataclasses
 import os
 import platform
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry import __version__
 from kvferry.bench.handoff import Arm, HandoffSample
@@ -193,7 +193,7 @@ def handoff_table(samples: Sequence[HandoffSample], rng: random.Random) -> str:
         for pair in _moving_less_colocated(samples):
             differences = [_difference(samples, pair, length, name, rng) for name in _QUANTITIES]
             cells = [
-                f"{1e3 * item.estimate:+.1f} [{1e3 * item.low:+.1f}, {1e3 * item.high:+.1f}]"
+                format_interval(item, lambda value_s: f"{1e3 * value_s:+.1f}")
                 for item in differences
             ]
             rows.append([str(length), f"{pair[0]} less {pair[1]}", "", *cells])
@@ -229,6 +229,16 @@ RATIO_LEGEND = "ratio of medians [95 % interval] < upper 95 % bound"
 
 def format_ratio(ratio: Ratio | None) -> str:
     """Return a ratio with its interval and bound, or a dash where there is none."""
-    if ratio is None:
+    shown = format_interval(ratio, "{:.3f}".format)
+    if ratio is None or ratio.upper_bound is None:
+        return shown
+    return f"{shown} < {ratio.upper_bound:.3f}"
+
+
+def format_interval(item: Ratio | Interval | None, shown: Callable[[float], str]) -> str:
+    """Return an estimate with its interval, or that it has none; a dash for no estimate."""
+    if item is None:
         return "-"
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] < {ratio.upper_bound:.3f}"
+    if item.low is None or item.high is None:
+        return f"{shown(item.estimate)} [no interval: n = 1]"
+    return f"{shown(item.estimate)} [{shown(item.low)}, {shown(item.high)}]"

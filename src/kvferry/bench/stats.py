@@ -12,21 +12,24 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and the bounds of its 95 % confidence interval."""
+    """An estimate and the bounds of its 95 % confidence interval, None where there is none."""
 
     estimate: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """An estimated ratio, its 95 % confidence interval, and its upper 95 % bound."""
+    """An estimated ratio, its 95 % confidence interval, and its upper 95 % bound.
+
+    All three bounds are None where there are none.
+    """
 
     estimate: float
-    low: float
-    high: float
-    upper_bound: float
+    low: float | None
+    high: float | None
+    upper_bound: float | None
     """The ratio is below this with 95 % confidence: one-sided, so less than ``high``."""
 
 
@@ -71,23 +74,28 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def median_interval(samples: Sequence[float], rng: random.Random) -> Interval:
-    """Return the median with its bootstrap interval."""
+    """Return the median with its bootstrap interval; a single sample has none."""
     return _bootstrap(
         lambda: statistics.median(rng.choices(samples, k=len(samples))),
         estimate=statistics.median(samples),
+        num_samples=len(samples),
     )
 
 
 def median_difference(
     first: Sequence[float], second: Sequence[float], rng: random.Random
 ) -> Interval:
-    """Return the median of ``first`` less that of ``second``, with its bootstrap interval."""
+    """Return the median of ``first`` less that of ``second``, with its bootstrap interval.
+
+    There is none where either is a single sample.
+    """
     return _bootstrap(
         lambda: (
             statistics.median(rng.choices(first, k=len(first)))
             - statistics.median(rng.choices(second, k=len(second)))
         ),
         estimate=statistics.median(first) - statistics.median(second),
+        num_samples=min(len(first), len(second)),
     )
 
 
@@ -97,8 +105,8 @@ def paired_ratio(
     """Return the median of ``first`` over that of ``second``, whose samples belong in pairs.
 
     ``first[i]`` and ``second[i]`` were measured side by side, so the bootstrap draws pairs: what
-    slowed both is no uncertainty of the ratio. None where a draw of ``second`` has no positive
-    median, since there is no ratio then.
+    slowed both is no uncertainty of the ratio. A single pair has no bounds. None where a draw of
+    ``second`` has no positive median, since there is no ratio then.
     """
     pairs = list(zip(first, second, strict=True))
     draws = [_ratio_of_medians(pairs)]
@@ -106,6 +114,8 @@ def paired_ratio(
     ratios = [draw for draw in draws if draw is not None]
     if len(ratios) < len(draws):
         return None
+    if len(pairs) == 1:
+        return Ratio(estimate=ratios[0], low=None, high=None, upper_bound=None)
     return Ratio(
         estimate=ratios[0],
         low=quantile(ratios[1:], 0.025),
@@ -119,6 +129,8 @@ def _ratio_of_medians(pairs: Sequence[tuple[float, float]]) -> float | None:
     return statistics.median(first for first, _ in pairs) / below if below > 0 else None
 
 
-def _bootstrap(resample: Callable[[], float], *, estimate: float) -> Interval:
+def _bootstrap(resample: Callable[[], float], *, estimate: float, num_samples: int) -> Interval:
+    if num_samples == 1:  # Each draw would be the same, which says nothing of how far it is off.
+        return Interval(estimate=estimate, low=None, high=None)
     draws = [resample() for _ in range(_RESAMPLES)]
     return Interval(estimate=estimate, low=quantile(draws, 0.025), high=quantile(draws, 0.975))

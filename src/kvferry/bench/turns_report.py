@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.report import format_table, machine
+from kvferry.bench.report import format_interval, format_table, machine
 from kvferry.bench.stats import Interval, Ratio, median_difference, paired_ratio, summarise
 from kvferry.bench.turns import TurnSample
 from kvferry.bench.turns_plan import TurnArm
@@ -306,20 +306,14 @@ def _comparisons_table(comparisons: Sequence[Comparison]) -> str:
             str(item.num_history_tokens),
             str(item.num_new_tokens),
             item.arm.value,
-            _interval(item.over_warm, "{:.3f}".format),
-            _interval(item.recompute_over, "{:.1f}".format),
-            _interval(item.less_warm_s, lambda value_s: f"{1e3 * value_s:+.1f}"),
+            format_interval(item.over_warm, "{:.3f}".format),
+            format_interval(item.recompute_over, "{:.1f}".format),
+            format_interval(item.less_warm_s, lambda value_s: f"{1e3 * value_s:+.1f}"),
             "-" if item.limit_s is None else f"{1e3 * item.limit_s:.1f}",
         ]
         for item in comparisons
     ]
     return format_table([*header, "limit ms"], rows)
-
-
-def _interval(item: Ratio | Interval | None, shown: Callable[[float], str]) -> str:
-    if item is None:
-        return "-"
-    return f"{shown(item.estimate)} [{shown(item.low)}, {shown(item.high)}]"
 
 
 def _answers_table(checks: Sequence[AnswerCheck]) -> str:

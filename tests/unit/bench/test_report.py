@@ -74,6 +74,19 @@ def test_push_is_compared_with_pull() -> None:
     assert line.endswith("0.200 [0.200, 0.200] < 0.200")
 
 
+def test_one_repeat_gives_no_interval() -> None:
+    once = [sample for sample in _PUSHED if sample.repeat == 0]
+    record = json.loads(json.dumps(handoff_record(once, {}, random.Random(1))))
+    difference, ratio = (record[name][0]["after_prefill_s"] for name in ("differences", "ratios"))
+    assert (difference["low"], difference["high"]) == (None, None)
+    assert (ratio["low"], ratio["high"], ratio["upper_bound"]) == (None, None, None)
+    lines = handoff_table(once, random.Random(1)).splitlines()
+    (less,) = [line for line in lines if "pull less colocated" in line]
+    assert "+6.0 [no interval: n = 1]" in less
+    (over,) = [line for line in lines if "push / pull" in line]
+    assert over.endswith("0.200 [no interval: n = 1]")
+
+
 def test_a_ratio_to_nothing_is_no_ratio() -> None:
     gapless = [_sample(arm, n, 0.01, 0.04) for arm in (Arm.PULL, Arm.PUSH) for n in range(3)]
     record = json.loads(json.dumps(handoff_record(gapless, {}, random.Random(1))))

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.bench.stats import (
+    Interval,
+    Ratio,
     median_difference,
     median_interval,
     paired_ratio,
@@ -50,6 +52,8 @@ def test_interval_covers_the_true_median_mostly() -> None:
     for _ in range(40):
         samples = [rng.gauss(10, 3) for _ in range(30)]
         interval = median_interval(samples, rng)
+        assert interval.low is not None
+        assert interval.high is not None
         covered += interval.low <= 10 <= interval.high
     assert covered >= 34
 
@@ -58,6 +62,8 @@ def test_difference_has_its_sign() -> None:
     rng = random.Random(3)
     interval = median_difference([5.0, 6.0, 7.0], [1.0, 2.0, 3.0], rng)
     assert interval.estimate == 4
+    assert interval.low is not None
+    assert interval.high is not None
     assert 0 < interval.low <= 4 <= interval.high
 
 
@@ -68,11 +74,25 @@ def test_pairs_cancel_what_slows_both() -> None:
     assert (ratio.low, ratio.high) == pytest.approx((1.2, 1.2))
 
 
+def test_a_single_sample_has_no_interval() -> None:
+    rng = random.Random(1)
+    assert median_interval([2.0], rng) == Interval(estimate=2.0, low=None, high=None)
+    for first, second in (([5.0], [1.0]), ([5.0], [1.0, 1.0]), ([5.0, 5.0], [1.0])):
+        difference = median_difference(first, second, rng)
+        assert difference == Interval(estimate=4.0, low=None, high=None)
+    ratio = paired_ratio([5.0], [2.0], rng)
+    assert ratio == Ratio(estimate=2.5, low=None, high=None, upper_bound=None)
+    assert paired_ratio([5.0], [0.0], rng) is None
+
+
 def test_ratio_has_its_bounds_in_order() -> None:
     rng = random.Random(5)
     first = [rng.gauss(11, 1) for _ in range(30)]
     ratio = paired_ratio(first, [rng.gauss(10, 1) for _ in range(30)], rng)
     assert ratio is not None
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.upper_bound is not None
     assert ratio.low < ratio.estimate < ratio.upper_bound < ratio.high
     assert ratio.estimate == pytest.approx(1.1, abs=0.06)
 

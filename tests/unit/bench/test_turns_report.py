@@ -153,3 +153,12 @@ def test_failed_read_backs_are_counted_by_outcome() -> None:
     ]
     assert "2 gone, 1 received" in turns_table(samples, random.Random(1))
     assert _record(samples)["summaries"][0]["num_turns_read_back"] == 1
+
+
+def test_one_conversation_gives_no_interval() -> None:
+    once = [sample for sample in _SAMPLES if sample.repeat == 0]
+    lines = turns_table(once, random.Random(1)).splitlines()
+    compared = [line for line in lines if "[" in line and line.startswith("1000")]
+    assert [line.count("[no interval: n = 1]") for line in compared] == [3, 3]
+    assert "1.250 [no interval: n = 1]" in compared[0]
+    assert _record(once)["comparisons"][0]["over_warm"]["high"] is None
