@@ -128,7 +128,15 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     default=2.0,
     show_default=True,
     type=_SECONDS,
-    help="Time between two probes of an instance.",
+    help="Time between two probes of an instance; half of it once one went unanswered.",
+)
+@click.option(
+    "--health-timeout-s",
+    default=2.0,
+    show_default=True,
+    type=_SECONDS,
+    help="Bound of a probe. After two in a row without an answer, and nothing else from the "
+    "instance, what waits for it ends.",
 )
 @click.option(
     "--shutdown-timeout-s",
@@ -178,6 +186,7 @@ def router(
     prefill_timeout_s: float,
     connect_timeout_s: float,
     health_interval_s: float,
+    health_timeout_s: float,
     shutdown_timeout_s: float,
     max_inflight: int,
     max_body_bytes: int,
@@ -214,6 +223,7 @@ def router(
         prefill_timeout_s=prefill_timeout_s,
         connect_timeout_s=connect_timeout_s,
         health_interval_s=health_interval_s,
+        health_timeout_s=health_timeout_s,
         shutdown_timeout_s=shutdown_timeout_s,
         max_inflight=max_inflight,
         max_body_bytes=max_body_bytes,

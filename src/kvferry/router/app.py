@@ -106,7 +106,8 @@ class Routes:
         limit_s = self.tools.config.prefill_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                answer = await ask(view.url)
+                with self.tools.waits.of_leg(view.url):
+                    answer = await ask(view.url)
         except LegFailedError as error:
             self.tools.note_failure(view, error)
             return answers.leg_failed("decode", str(error)).as_response()

@@ -45,6 +45,7 @@ class DecodeLeg:
         self._ends.enter_context(tools.figures.leg_seconds[Role.DECODE].time())
         if context.holder_choice is not None:
             tools.figures.holder_choices[context.holder_choice].inc()
+        self._wait = tools.waits.of_leg(view.url)
         self._begin_limit_s: float | None = None
         self._begin_deadline: asyncio.Timeout | None = None
         self._whole: LegAnswer | None = None
@@ -71,9 +72,10 @@ class DecodeLeg:
         """
         try:
             async with asyncio.timeout(self._begin_limit_s) as self._begin_deadline:
-                response = await self._tools.upstream.post(
-                    self.view.url, self._context.path, body, headers
-                )
+                with self._wait:
+                    response = await self._tools.upstream.post(
+                        self.view.url, self._context.path, body, headers
+                    )
                 self._ends.enter_context(closing_leg(response))
                 await self._begin(response)
         except TimeoutError as error:
@@ -83,10 +85,11 @@ class DecodeLeg:
             self._begin_deadline = None
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:
+        upstream = self._tools.upstream
         if response.status != 200 or not is_event_stream(response.headers):
-            self._whole = require_well(await self._tools.upstream.read_all(response))
+            self._whole = require_well(await upstream.read_all(response, self._wait))
         else:
-            self._first = await self._tools.upstream.read_some(response)
+            self._first = await upstream.read_some(response, self._wait)
             error = error_event_in(self._first)
             if error is not None:
                 answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
@@ -121,7 +124,7 @@ class DecodeLeg:
         context.stream = stream
         is_held = True
         try:
-            read_some = partial(self._tools.upstream.read_some, response)
+            read_some = partial(self._tools.upstream.read_some, response, self._wait)
             await forward_stream(self._first, read_some, stream)
         except LegFailedError as failure:
             is_held = False

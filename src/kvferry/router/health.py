@@ -1,11 +1,13 @@
 """Probes instances, and asks who they are: each interval, and at once when one is suspect.
 
-Owns one task an instance. What a probe found is recorded in the fleet.
+Owns one task an instance. What a probe found is recorded in the fleet; what waits for an instance
+learns of the probes that went unanswered.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from multidict import CIMultiDict
 
@@ -13,9 +15,31 @@ from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
 from kvferry.router.fleet import Fleet, Health
 from kvferry.router.identities import IdentitySource
+from kvferry.router.leg_wait import LegWaits
+from kvferry.router.running_timeout import running_timeout
 from kvferry.router.upstream import LegFailedError, Upstream
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTimes:
+    """When instances are probed."""
+
+    interval_s: float
+    """From the end of a probe to the next one."""
+    timeout_s: float
+    """Bound of a probe, and of asking who an instance is."""
+
+    @property
+    def doubted_interval_s(self) -> float:
+        """After a first probe that went unanswered: what waits there should not wait long."""
+        return self.interval_s / 2
+
+    @property
+    def min_silence_s(self) -> float:
+        """Probes may fail at once while a network recovers; connections outlive that."""
+        return 1.5 * self.timeout_s
 
 
 class HealthMonitor:
@@ -26,15 +50,14 @@ class HealthMonitor:
         fleet: Fleet,
         upstream: Upstream,
         identities: IdentitySource,
-        *,
-        interval_s: float,
-        timeout_s: float,
+        waits: LegWaits,
+        times: ProbeTimes,
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
         self._identities = identities
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
+        self._waits = waits
+        self._times = times
         self._wanted = {url: asyncio.Event() for url in fleet.urls}
         self._tasks: list[asyncio.Task[None]] = []
         self._unknown: set[str] = set()
@@ -65,29 +88,42 @@ class HealthMonitor:
         wanted = self._wanted[url]
         while True:
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(self._pause_s(url)):
                     await wanted.wait()
             except TimeoutError:
                 pass  # The usual case: the interval has passed.
             wanted.clear()
             await self.probe(url)
 
+    def _pause_s(self, url: str) -> float:
+        times = self._times
+        return times.doubted_interval_s if self._waits.is_doubted(url) else times.interval_s
+
     async def probe(self, url: str) -> None:
         """Ask ``GET /health`` once, and an instance that is well who it is; record the answers.
 
         An instance that refuses or answers anything but 200 is down. One that is merely slow is
-        suspect first and down the second time: a busy engine may be late once.
+        suspect first and down the second time: a busy engine may be late once. If nothing else has
+        come from it meanwhile, it has fallen silent then, and what waits for it ends.
         """
+        timeout_s = self._times.timeout_s
+        self._waits.begin_probe(url)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with running_timeout(timeout_s):
                 answer = await self._upstream.get(url, "/health", CIMultiDict())
         except TimeoutError:
             before = self._fleet.health(url)
             after = Health.SUSPECT if before is Health.HEALTHY else Health.DOWN
-            self._record(url, after, f"no answer to a probe within {self._timeout_s:g} s")
+            self._record(url, after, f"no answer to a probe within {timeout_s:g} s")
+            self._waits.take_unanswered(url)
         except LegFailedError as error:
             self._record(url, Health.DOWN, str(error))
+            if error.is_unanswered:
+                self._waits.take_unanswered(url)
+            else:
+                self._waits.hear(url)
         else:
+            self._waits.hear(url)
             healthy = answer.status == 200
             detail = "" if healthy else f"a probe was answered {answer.status}"
             self._record(url, Health.HEALTHY if healthy else Health.DOWN, detail)
@@ -101,10 +137,10 @@ class HealthMonitor:
         """
         known = self._fleet.identity(url)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with running_timeout(self._times.timeout_s):
                 identity = await self._identities.identify(url, known)
         except TimeoutError:
-            self._note_unknown(url, f"no answer to who it is within {self._timeout_s:g} s")
+            self._note_unknown(url, f"no answer to who it is within {self._times.timeout_s:g} s")
         except FerryError as error:
             self._fleet.set_identity(url, None)
             self._note_unknown(url, f"it cannot be asked who it is: {error}")

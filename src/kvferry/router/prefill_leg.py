@@ -19,6 +19,7 @@ from kvferry.router.dialect import hide_transfer_params
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
 from kvferry.router.kept_blocks import KeptBlocks
+from kvferry.router.leg_wait import LegWait
 from kvferry.router.progress import PrefillEvents
 from kvferry.router.proxy import is_event_stream
 from kvferry.router.steps import StepTools
@@ -26,7 +27,6 @@ from kvferry.router.upstream import (
     LegAnswer,
     LegFailedError,
     LegFailure,
-    Upstream,
     closing_leg,
     require_well,
 )
@@ -69,15 +69,19 @@ class PrefillLeg:
         )
         headers = tools.leg_headers(context, body, self.transfer_id)
         limit_s = tools.config.prefill_timeout_s
+        wait = tools.waits.of_leg(self.view.url)
         with (
             tools.fleet.open_ticket(self.view.url, Role.PREFILL),
             tools.figures.leg_seconds[Role.PREFILL].time(),
         ):
             try:
                 async with asyncio.timeout(limit_s):
-                    response = await tools.upstream.post(self.view.url, context.path, body, headers)
+                    with wait:
+                        response = await tools.upstream.post(
+                            self.view.url, context.path, body, headers
+                        )
                     with closing_leg(response):
-                        return require_well(await self._read(response))
+                        return require_well(await self._read(response, wait))
             except TimeoutError as error:
                 raise LegFailedError(
                     LegFailure.TIMEOUT, f"no answer within {limit_s:g} s"
@@ -89,30 +93,28 @@ class PrefillLeg:
             return None
         return self.tools.recall.history_for(conversation, self.view)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> LegAnswer:
-        upstream = self.tools.upstream
+    async def _read(self, response: aiohttp.ClientResponse, wait: LegWait) -> LegAnswer:
         if self.on_progress is None or not is_event_stream(response.headers):
-            return await upstream.read_all(response)
+            return await self.tools.upstream.read_all(response, wait)
+        return await self._read_events(response, wait, self.on_progress)
+
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, wait: LegWait, on_progress: OnProgress
+    ) -> LegAnswer:
         max_bytes = self.tools.config.max_answer_bytes
-        return await _read_events(upstream, response, self.on_progress, max_bytes)
-
-
-async def _read_events(
-    upstream: Upstream, response: aiohttp.ClientResponse, on_progress: OnProgress, max_bytes: int
-) -> LegAnswer:
-    events = PrefillEvents()
-    num_bytes = 0
-    while chunk := await upstream.read_some(response):
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise LegFailedError(LegFailure.TOO_LARGE, f"its answer exceeds {max_bytes} bytes")
-        for share in events.feed(chunk):
-            on_progress(share)
-    if events.answer is None:
-        raise LegFailedError(LegFailure.BROKEN, "its stream ended without an answer")
-    # What an engine can refuse it has refused by status; an error in a stream is a failure.
-    status = 500 if events.is_error else response.status
-    return LegAnswer(status, {"Content-Type": "application/json"}, events.answer)
+        events = PrefillEvents()
+        num_bytes = 0
+        while chunk := await self.tools.upstream.read_some(response, wait):
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise LegFailedError(LegFailure.TOO_LARGE, f"its answer exceeds {max_bytes} bytes")
+            for share in events.feed(chunk):
+                on_progress(share)
+        if events.answer is None:
+            raise LegFailedError(LegFailure.BROKEN, "its stream ended without an answer")
+        # What an engine can refuse it has refused by status; an error in a stream is a failure.
+        status = 500 if events.is_error else response.status
+        return LegAnswer(status, {"Content-Type": "application/json"}, events.answer)
 
 
 def finish_without_prefill(

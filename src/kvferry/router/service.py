@@ -29,8 +29,9 @@ from kvferry.router.credits import HandoffCredits
 from kvferry.router.decode_step import DecodeStep
 from kvferry.router.filters import able_to_push, usable
 from kvferry.router.fleet import Fleet
-from kvferry.router.health import HealthMonitor
+from kvferry.router.health import HealthMonitor, ProbeTimes
 from kvferry.router.identities import identity_source
+from kvferry.router.leg_wait import LegWaits
 from kvferry.router.metrics import RouterFigures
 from kvferry.router.picker import ChoicePolicy
 from kvferry.router.pipeline import Pipeline
@@ -67,6 +68,10 @@ class Router:
         self._runner: web.AppRunner | None = None
         self._sites: list[web.TCPSite] = []
         self.fleet = Fleet(config.prefill_urls, config.decode_urls)
+        self._probe_times = ProbeTimes(config.health_interval_s, config.health_timeout_s)
+        self._waits = LegWaits(
+            self.fleet.urls, clock, min_silence_s=self._probe_times.min_silence_s
+        )
         self.admission = Admission(config.max_inflight)
         self.url = ""
         """Where it listens; known once it has started."""
@@ -81,8 +86,8 @@ class Router:
             self.fleet,
             self._upstream,
             identity_source(config, self._upstream),
-            interval_s=config.health_interval_s,
-            timeout_s=config.health_timeout_s,
+            self._waits,
+            self._probe_times,
         )
         routes = self._routes(self._upstream)
         self._runner = web.AppRunner(
@@ -112,6 +117,7 @@ class Router:
             clock=self._clock,
             fleet=self.fleet,
             upstream=upstream,
+            waits=self._waits,
             signer=signer,
             cleanup=self._cleanup,
             figures=figures,

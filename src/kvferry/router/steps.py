@@ -23,6 +23,7 @@ from kvferry.router.decider import MODE_HEADER, decide, wanted_mode
 from kvferry.router.dialect import Dialect
 from kvferry.router.filters import can_push
 from kvferry.router.fleet import Fleet, InstanceView
+from kvferry.router.leg_wait import LegWaits
 from kvferry.router.metrics import RouterFigures
 from kvferry.router.parsing import parse_body
 from kvferry.router.picker import ChoicePolicy, choose, choose_near
@@ -52,6 +53,7 @@ class StepTools:
     clock: Clock
     fleet: Fleet
     upstream: Upstream
+    waits: LegWaits
     signer: Signer
     cleanup: TransferCleanup
     figures: RouterFigures

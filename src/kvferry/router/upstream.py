@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import io
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,6 +24,10 @@ from kvferry.errors import PeerUnreachableError
 _KEEP_ALIVE_S = 4.0
 _LARGE_BODY_BYTES = 1024 * 1024
 _MAX_ERROR_ANSWER_BYTES = 1024 * 1024
+_NOBODY_THERE = frozenset(
+    (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
+)
+_UNWATCHED: AbstractContextManager[object] = nullcontext()
 
 
 class LegFailure(enum.StrEnum):
@@ -32,6 +38,8 @@ class LegFailure(enum.StrEnum):
     BROKEN = "broken"
     """The connection ended before the answer did."""
     TIMEOUT = "timeout"
+    SILENT = "silent"
+    """Nothing came any more, and the instance's probes went unanswered."""
     ENGINE_ERROR = "engine_error"
     """The engine answered with a 5xx, or with something that no engine should."""
     OVERLOADED = "overloaded"
@@ -41,7 +49,12 @@ class LegFailure(enum.StrEnum):
     @property
     def doubts_instance(self) -> bool:
         """Whether the instance should be probed before it gets more."""
-        return self in (LegFailure.UNREACHABLE, LegFailure.BROKEN, LegFailure.TIMEOUT)
+        return self in (
+            LegFailure.UNREACHABLE,
+            LegFailure.BROKEN,
+            LegFailure.TIMEOUT,
+            LegFailure.SILENT,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,14 @@ class LegFailedError(PeerUnreachableError):
         super().__init__(detail)
         self.cause = cause
         self.answer = answer
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether not even the instance's host has said anything: no refusal, no reset."""
+        error = self.__cause__
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return error.os_error.errno in _NOBODY_THERE
+        return isinstance(error, TimeoutError)
 
 
 class Upstream:
@@ -101,20 +122,31 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _mapped(error) from error
 
-    async def read_some(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the next bytes as they come, empty at the end. Raises ``LegFailedError``."""
+    async def read_some(
+        self, response: aiohttp.ClientResponse, wait: AbstractContextManager[object] = _UNWATCHED
+    ) -> bytes:
+        """Return the next bytes as they come, empty at the end; they are awaited within ``wait``.
+
+        Raises ``LegFailedError``.
+        """
         try:
-            return await response.content.readany()
+            with wait:
+                return await response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise _mapped(error) from error
 
-    async def read_all(self, response: aiohttp.ClientResponse) -> LegAnswer:
-        """Return the whole answer. Raises ``LegFailedError``, also for one beyond the limit."""
+    async def read_all(
+        self, response: aiohttp.ClientResponse, wait: AbstractContextManager[object] = _UNWATCHED
+    ) -> LegAnswer:
+        """Return the whole answer; each part is awaited within ``wait``.
+
+        Raises ``LegFailedError``, also for an answer beyond the limit.
+        """
         is_error = response.status >= 400
         limit = _MAX_ERROR_ANSWER_BYTES if is_error else self._max_answer_bytes
         chunks: list[bytes] = []
         size = 0
-        while chunk := await self.read_some(response):
+        while chunk := await self.read_some(response, wait):
             size += len(chunk)
             if size > limit:
                 raise LegFailedError(LegFailure.TOO_LARGE, f"its answer exceeds {limit} bytes")

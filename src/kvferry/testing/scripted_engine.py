@@ -83,6 +83,7 @@ class ScriptedEngine:
         """Scripts for the next requests, whatever their role, before the two above."""
         self.health_status = 200
         self.health_gate: asyncio.Event | None = None
+        self.tokenize_gate: asyncio.Event | None = None
         self.capabilities: tuple[str, ...] | None = None
         """What it says it can do; None: it does not say who it is."""
         self.epoch = 1
@@ -194,6 +195,8 @@ class ScriptedEngine:
         return web.json_response({"object": "list", "data": [{"id": self.name}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        if self.tokenize_gate is not None:
+            await self.tokenize_gate.wait()
         return web.json_response({"tokens": [1, 2, 3], "asked": await request.json()})
 
     async def _end(self, request: web.Request) -> web.Response:

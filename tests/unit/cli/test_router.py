@@ -49,6 +49,11 @@ def test_conversations_have_their_defaults(served: list[RouterConfig]) -> None:
     assert served[0].conversations == ConversationConfig()
 
 
+def test_times_of_probes_reach_the_configuration(served: list[RouterConfig]) -> None:
+    assert _invoke("--health-interval-s", "3", "--health-timeout-s", "4") == (0, "")
+    assert (served[0].health_interval_s, served[0].health_timeout_s) == (3.0, 4.0)
+
+
 def test_options_of_conversations_reach_the_configuration(served: list[RouterConfig]) -> None:
     assert _invoke(
         *("--conversation-header", "X-A", "--conversation-header", "X-B"),
