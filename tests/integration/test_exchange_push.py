@@ -142,6 +142,18 @@ def test_a_registration_may_come_before_prefill_is_known(transport_name: str) ->
         wait_whole(prefill, decode)
 
 
+def test_the_time_of_a_push_has_no_wait_for_prefill_in_it() -> None:
+    with pair() as (prefill, decode):
+        source = Prefill(prefill)
+        source.begin()
+        blocks = begin_receive(decode, prefill)
+        threading.Event().wait(1.0)
+        source.compute_all()
+        assert_received(decode, blocks, source)
+        assert decode.counter("kvferry_transfer_seconds_count", mode="push") == 1
+        assert decode.counter("kvferry_transfer_seconds_sum", mode="push") < 1.0
+
+
 def test_only_what_is_missing_is_written() -> None:
     with pair() as (prefill, decode):
         source = Prefill(prefill)

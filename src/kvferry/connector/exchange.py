@@ -215,7 +215,8 @@ class Exchange:
         self._metrics.receives.labels(mode, result.outcome).inc()
         if result.outcome is ReceiveOutcome.RECEIVED:
             self._metrics.transfer_bytes.labels("in", mode).inc(result.num_bytes)
-            self._metrics.transfer_s.labels(mode).observe(result.finished_s - result.started_s)
+            if result.duration_s is not None:
+                self._metrics.transfer_s.labels(mode).observe(result.duration_s)
 
     def _describe(self, control_address: str) -> InstanceInfo:
         layout = self._memory.layout

@@ -19,9 +19,10 @@ class Fill:
     transfer_id: TransferId
     peer: PeerAddress
     prompt: PromptIdentity
-    started_s: float
     deadline_s: float
     next_beat_s: float
+    posted_s: float | None = None
+    """When the sender first told of WRITEs into ``blocks``."""
     state: FillState = PUSH_RECEIVER.initial
     generation: int = -1
     first_block: int = 0
@@ -36,6 +37,11 @@ class Fill:
     detail: str = ""
     num_bytes: int = 0
     release_outcome: ReleaseOutcome = ReleaseOutcome.FAILED
+
+    def note_posting(self, now_s: float) -> None:
+        """WRITEs into ``blocks`` are being posted, the first or more of them."""
+        if self.posted_s is None:
+            self.posted_s = now_s
 
     def registration(self, now_s: float) -> SendRegister:
         """Return what tells the sender of ``blocks``."""

@@ -120,9 +120,15 @@ class ReceiveResult:
     num_partial_tokens: int = 0
     """Of a history: if not 0, the last of them is filled with so many tokens only."""
     transport: str = ""
-    started_s: float = 0.0
-    """Monotonic seconds when the receive was asked for."""
+    started_s: float | None = 0.0
+    """Monotonic seconds: when a read was asked for, or when the sender first told of WRITEs into
+    these blocks; None where it never did."""
     finished_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float | None:
+        """From the start to the end, None where the start is not known."""
+        return None if self.started_s is None else max(0.0, self.finished_s - self.started_s)
 
 
 @dataclass(frozen=True, slots=True)

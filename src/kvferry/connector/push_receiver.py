@@ -110,7 +110,6 @@ class PushReceiver:
             transfer_id,
             peer,
             prompt,
-            started_s=now_s,
             deadline_s=now_s + self._config.prefill_timeout_s,
             next_beat_s=now_s + self._config.push_heartbeat_s,
         )
@@ -141,7 +140,7 @@ class PushReceiver:
             fill.outcome = ReceiveOutcome.DECLINED
             fill.detail = "too many blocks are in quarantine to start another with this peer"
             return self._step(fill, FillEvent.DEADLINE)
-        fill.blocks = tuple(blocks)
+        fill.blocks, fill.posted_s = tuple(blocks), None
         fill.first_block = first_block
         fill.generation = self._next_generation
         self._next_generation += 1
@@ -246,9 +245,9 @@ class PushReceiver:
         match notice:
             case Admitted():
                 return self._admit(fill)
-            case Posting():
-                if notice.generation == fill.generation:
-                    return self._step(fill, FillEvent.POSTING)
+            case Posting() if notice.generation == fill.generation:
+                fill.note_posting(self._clock.monotonic_s())
+                return self._step(fill, FillEvent.POSTING)
             case FirstTokenReady() | Written() if notice.digest != fill.prompt.digest:
                 return []  # of another prompt under this id: the registration is declined
             case FirstTokenReady():
@@ -393,7 +392,7 @@ class PushReceiver:
                 fill.outcome,
                 fill.detail,
                 num_bytes=fill.num_bytes if received else 0,
-                started_s=fill.started_s,
+                started_s=fill.posted_s,
                 finished_s=self._clock.monotonic_s(),
             )
         )

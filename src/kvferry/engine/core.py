@@ -210,9 +210,10 @@ class EngineCore:
         request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
         request.num_received_bytes = result.num_bytes
         request.num_received_tokens = request.num_prompt_tokens - request.num_cached_tokens
-        self._threshold.note_moved(
-            request.peer_id, request.num_received_tokens, result.finished_s - result.started_s
-        )
+        if result.duration_s is not None:
+            self._threshold.note_moved(
+                request.peer_id, request.num_received_tokens, result.duration_s
+            )
         # Without a handed-over token, the last prompt token is computed again for its logits.
         num_usable = min(request.num_prompt_tokens, len(request.token_ids) - 1)
         self.scheduler.note_received(request, num_usable)
@@ -220,7 +221,7 @@ class EngineCore:
     def _note_history(self, request: LiveRequest, result: ReceiveResult) -> None:
         """A read-back has ended: what did not come is computed."""
         request.read_back_outcome = result.outcome.value
-        request.read_back_s = max(0.0, result.finished_s - result.started_s)
+        request.read_back_s = result.duration_s or 0.0
         holder = request.history
         self._receives.end(request)
         if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:

@@ -141,7 +141,7 @@ class ExchangeMetrics:
         )
         self.transfer_s = Histogram(
             "kvferry_transfer_seconds",
-            "From posting a transfer to its end",
+            "From asking for a read, or hearing of a push's first WRITE, to the end",
             ["mode"],
             buckets=_TRANSFER_BUCKETS_S,
             registry=registry,
