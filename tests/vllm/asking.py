@@ -19,6 +19,8 @@ from kvferry.protocol.params import PeerAddress
 
 REQUEST_TIMEOUT_S = 90.0
 _CONTROL_TIMEOUT_MS = 10_000
+NEAR_TIE = 1e-3
+"""Natural logarithms between two tokens that rounding may swap in float32."""
 Json = dict[str, Any]
 
 
@@ -93,6 +95,20 @@ class Client:
         """Return an answer's tokens."""
         answer = await self.complete(url, question, **fields)
         return list(answer["choices"][0]["token_ids"])
+
+    async def clear_tokens(self, url: str, question: Question) -> list[int]:
+        """Return an answer's tokens before the first one that rounding may swap with another."""
+        answer = await self.complete(url, question, logprobs=2, return_tokens_as_token_ids=True)
+        choice = answer["choices"][0]
+        tokens: list[int] = []
+        for token, found in zip(
+            choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True
+        ):
+            best, second = sorted(found.values(), reverse=True)[:2]
+            if best - second < NEAR_TIE:
+                break
+            tokens.append(token)
+        return tokens
 
     async def streamed_tokens(self, url: str, question: Question, **fields: object) -> list[int]:
         """Return the tokens of a streamed answer."""
