@@ -34,7 +34,6 @@ _SHAPE = TinyShape(num_heads=4, num_kv_heads=2, head_size=64, hidden_size=256)
 _LENGTHS = (2, 65, 128, 200, 256, 300, 511, 700, 1025, 1500)
 _NUM_TURNS = 4
 _BLOCK = 128
-_CONFIG = {**TEST_CONFIG, "handoff_lease_s": 3.0}
 
 
 def _tokens(num_tokens: int, seed: int) -> tuple[int, ...]:
@@ -83,7 +82,7 @@ def ranked(
     folder = tmp_path_factory.mktemp("ranked-pair")
     prefill, decode = (
         start(name, ranked_model, folder, *CHUNKS, core=core, num_ranks=_NUM_RANKS,
-              extra_config=_CONFIG)
+              extra_config=TEST_CONFIG)
         for core, name in enumerate(("prefill", "decode"))
     )  # fmt: skip
     with running(prefill, decode):
