@@ -18,7 +18,13 @@ from kvferry.connector.control import ControlServer, Received
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
-from kvferry.errors import ConfigError, LocalProtocolError, RequestError, TransferError
+from kvferry.errors import (
+    ConfigError,
+    LocalProtocolError,
+    RequestError,
+    TransferError,
+    TransferFailedError,
+)
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
 from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery, Renew
@@ -37,6 +43,7 @@ from tests.integration.exchange_pair import (
 
 TRANSFER = TransferId("xfer-1")
 WORK = {"shm": shm._CopyWork, "nixl": nixl._OwnWork}
+LINKS = {"shm": shm.ShmLink, "nixl": nixl.NixlLink}
 TRANSPORTS = list(WORK)
 
 
@@ -71,21 +78,30 @@ def test_both_directions_between_one_pair(transport_name: str) -> None:
         wait_whole(left, right)
 
 
+def refuse(*_: object) -> None:
+    raise TransferFailedError("the transport refuses")
+
+
 @pytest.mark.parametrize("transport_name", TRANSPORTS)
+@pytest.mark.parametrize("how", ["refused", "failed"])
 def test_a_link_whose_read_has_failed_is_made_anew(
-    monkeypatch: pytest.MonkeyPatch, transport_name: str
+    monkeypatch: pytest.MonkeyPatch, transport_name: str, how: str
 ) -> None:
     with pair(transport_name) as (prefill, decode):
         prefill.offer(TRANSFER)
         with monkeypatch.context() as patch:
-            patch.setattr(WORK[transport_name], "advance", lambda _: TransferStatus.ERROR)
+            if how == "refused":
+                patch.setattr(LINKS[transport_name], "_post", refuse)
+            else:
+                patch.setattr(WORK[transport_name], "advance", lambda _: TransferStatus.ERROR)
             blocks, result = decode.receive(TRANSFER, prefill)
-        assert result.detail == "the transport reports an error"
+        assert result.detail.startswith("the transport re")
         decode.pool.drop(blocks)
         deadline_s = time.monotonic() + 20
         while result.outcome is not ReceiveOutcome.RECEIVED:
             # Nothing is posted on the broken link; a lost peer may rest for a while.
             assert "closed" not in result.detail
+            assert "broke" not in result.detail
             assert time.monotonic() < deadline_s, result.detail
             transfer_id = TransferId(f"again-{time.monotonic()}")
             _, sent = prefill.offer(transfer_id)

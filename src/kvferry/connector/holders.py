@@ -190,21 +190,30 @@ class Holders:
 
     def _session(self, peer: PeerAddress) -> Session:
         session = self._sessions.get(peer)
+        late_releases: list[SendRelease] = []
         if session is not None:
             is_lost = session.state is SessionState.LOST
             if not is_lost or self._is_resting(session) or not session.link_closed:
                 return session
+            late_releases = session.late_releases
             del self._sessions[peer]
         self._make_room()
-        return self._open_session(peer)
+        opened = self._open_session(peer)
+        for release in late_releases:
+            self._handle(opened.submit(release))
+        return opened
 
     def _others(self, peer: PeerAddress) -> list[Session]:
-        """Return the live sessions with the instance of ``peer`` under another epoch or address."""
+        """Return the live sessions with the instance of ``peer`` under another epoch or address, or
+        with another instance at its address."""
         return [
             session
             for other, session in self._sessions.items()
-            if other.instance_id == peer.instance_id
-            and other != peer
+            if peer != other
+            and (
+                peer.instance_id == other.instance_id
+                or peer.control_address == other.control_address
+            )
             and session.state is not SessionState.LOST
         ]
 

@@ -12,7 +12,7 @@ from kvferry.clock import Clock
 from kvferry.connector.effects import PostRead
 from kvferry.connector.events import Event, ReadEnded, ReadStatus
 from kvferry.connector.readers import BlockDigester
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, TransferError
 from kvferry.protocol.ids import TransferId
 from kvferry.transport.base import Link, Transfer, TransferStatus
 
@@ -31,7 +31,7 @@ class Reads:
         self._clock = clock
         self._digester = digester
         self._running: list[_Read] = []
-        self._failed: list[tuple[_Read, ReadEnded]] = []
+        self._failed: list[tuple[Link, ReadEnded]] = []
         """Torn down on our side, but not proven quiet."""
         self._broken: list[Link] = []
 
@@ -58,6 +58,11 @@ class Reads:
             return [self._ended(effect, ReadStatus.FAILED, "the connection to the peer is gone")]
         try:
             transfer = link.read(effect.local_blocks, effect.remote_blocks)
+        except TransferError as error:
+            # The link has failed, and part of the READ may have been posted.
+            self._give_up(link)
+            self._fail(effect, link, str(error))
+            return self._quiet_ones()
         except FerryError as error:
             return [self._ended(effect, ReadStatus.FAILED, str(error))]
         self._running.append(_Read(effect, link, transfer))
@@ -75,9 +80,8 @@ class Reads:
                 continue
             read.link.release(read.transfer)
             if status is TransferStatus.ERROR:
-                read.link.disconnect()
-                self._broken.append(read.link)
-                self._fail(read, "the transport reports an error")
+                self._give_up(read.link)
+                self._fail(read.effect, read.link, "the transport reports an error")
                 continue
             events.append(self._end(read))
         return events + self._quiet_ones()
@@ -96,16 +100,20 @@ class Reads:
         self._running = [read for read in self._running if read.link is not link]
         link.disconnect()
         for read in ended:
-            self._fail(read, "the connection was torn down")
+            self._fail(read.effect, read.link, "the connection was torn down")
         return self._quiet_ones()
 
-    def _fail(self, read: _Read, detail: str) -> None:
-        self._failed.append((read, self._ended(read.effect, ReadStatus.FAILED, detail)))
+    def _give_up(self, link: Link) -> None:
+        link.disconnect()
+        self._broken.append(link)
+
+    def _fail(self, effect: PostRead, link: Link, detail: str) -> None:
+        self._failed.append((link, self._ended(effect, ReadStatus.FAILED, detail)))
 
     def _quiet_ones(self) -> list[Event]:
         """Return the ends of failed READs whose links have become quiet."""
-        events: list[Event] = [end for read, end in self._failed if read.link.is_quiet()]
-        self._failed = [(read, end) for read, end in self._failed if end not in events]
+        events: list[Event] = [end for link, end in self._failed if link.is_quiet()]
+        self._failed = [(link, end) for link, end in self._failed if end not in events]
         return events
 
     def _end(self, read: _Read) -> ReadEnded:

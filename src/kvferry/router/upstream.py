@@ -78,6 +78,8 @@ class LegFailedError(PeerUnreachableError):
     def is_unanswered(self) -> bool:
         """Whether not even the instance's host has said anything: no refusal, no reset."""
         error = self.__cause__
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            return True  # A host that the network has lost may have lost its name, too.
         if isinstance(error, aiohttp.ClientConnectorError):
             return error.os_error.errno in _NOBODY_THERE
         return isinstance(error, TimeoutError)

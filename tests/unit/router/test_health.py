@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import time
 from typing import cast
 
@@ -104,6 +105,7 @@ def _connector_error(number: int) -> aiohttp.ClientConnectorError:
         None,
         _connector_error(errno.EHOSTUNREACH),
         _connector_error(errno.ENETUNREACH),
+        aiohttp.ClientConnectorDNSError(_KEY, socket.gaierror(socket.EAI_NONAME, "no name")),
         aiohttp.ConnectionTimeoutError("connecting took too long"),
     ],
 )
