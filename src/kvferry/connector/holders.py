@@ -198,7 +198,8 @@ class Holders:
             late_releases = session.late_releases
             del self._sessions[peer]
         self._make_room()
-        opened = self._open_session(peer)
+        # One that was lost may have restarted: as another epoch it must not hear our hello twice.
+        opened = self._open_session(peer, was_lost=session is not None)
         for release in late_releases:
             self._handle(opened.submit(release))
         return opened
@@ -249,7 +250,7 @@ class Holders:
             oldest = min(idle, key=lambda s: s.last_used_s)
             self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
 
-    def _open_session(self, peer: PeerAddress) -> Session:
+    def _open_session(self, peer: PeerAddress, *, was_lost: bool) -> Session:
         parts, own = self._parts, self._parts.hello
         client = ControlClient(self._context, peer.control_address, self._count_malformed)
         try:
@@ -260,10 +261,10 @@ class Holders:
         hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
         timeout_s, verifies = parts.config.control_timeout_s, parts.digester is not None
         session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
-        has_others = bool(self._others(peer))
+        looks_first = was_lost or bool(self._others(peer))
         self._sessions[peer] = session
         self._poller.register(client.socket, zmq.POLLIN)
-        if has_others:
+        if looks_first:
             # The handshake ends the link that the peer has with us: a hint that is old or wrong
             # must not do that to those who use it.
             session.look()
