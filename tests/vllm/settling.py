@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,16 @@ async def wait_for(is_there: Callable[[], bool], *, bound_s: float = BOUND_S) ->
     while not await asyncio.to_thread(is_there):
         assert time.monotonic() < deadline_s, "it has not come to that"
         await asyncio.sleep(0.05)
+
+
+async def have_all_run(*servers: VllmServer) -> None:
+    """Have those go on that were stopped, and start those again that were killed."""
+    for server in servers:
+        server.send(signal.SIGCONT)
+        if server.process.poll() is not None:
+            server.begin()
+    for server in servers:
+        await asyncio.to_thread(server.wait_ready)
 
 
 async def wait_whole(client: Client, *servers: VllmServer) -> None:

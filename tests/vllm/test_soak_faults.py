@@ -13,7 +13,7 @@ import pytest
 from tests.vllm.asking import Client, Question, decode_params, new_transfer_id, random_tokens
 from tests.vllm.conftest import Pair
 from tests.vllm.serving import VllmServer
-from tests.vllm.settling import wait_for, wait_whole
+from tests.vllm.settling import have_all_run, wait_for, wait_whole
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak, pytest.mark.timeout(600)]
 PAIR_CONFIG = {
@@ -88,12 +88,7 @@ class _Handoff:
 @pytest.fixture
 async def whole_afterwards(pair: Pair, client: Client) -> AsyncIterator[None]:
     yield
-    for server in pair:
-        server.send(signal.SIGCONT)
-        if server.process.poll() is not None:
-            server.begin()
-    for server in pair:
-        await asyncio.to_thread(server.wait_ready)
+    await have_all_run(*pair)
     await wait_whole(client, *pair)
 
 

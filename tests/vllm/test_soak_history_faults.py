@@ -21,7 +21,7 @@ from tests.vllm.asking import (
     read_back_outcome,
 )
 from tests.vllm.conftest import Pair
-from tests.vllm.settling import wait_whole
+from tests.vllm.settling import have_all_run, wait_whole
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak, pytest.mark.timeout(600)]
 PAIR_CONFIG = {
@@ -40,12 +40,7 @@ _NUM_ABORTS = 6
 @pytest.fixture
 async def whole_afterwards(pair: Pair, client: Client) -> AsyncIterator[None]:
     yield
-    for server in pair:
-        server.send(signal.SIGCONT)
-        if server.process.poll() is not None:
-            server.begin()
-    for server in pair:
-        await asyncio.to_thread(server.wait_ready)
+    await have_all_run(*pair)
     for server in pair:
         await client.reset_at_last(server.url)
     await wait_whole(client, *pair)
