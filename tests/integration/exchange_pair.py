@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,6 +53,8 @@ class Side:
     transport: Transport
     metrics: Metrics
     has_results: threading.Event
+    on_results: Callable[[], None]
+    """Called on the mover's thread; tests may replace it."""
 
     def offer(self, transfer_id: TransferId, count: int = 8) -> tuple[list[BlockNumber], bytes]:
         """Fill and offer ``count`` blocks; return them and their bytes."""
@@ -104,8 +106,10 @@ def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side
     exchange = create_exchange(
         config, ExchangeMemory(pool, layout, transport, view), SystemClock(), metrics.exchange
     )
-    exchange.start(event.set)
-    return Side(exchange, pool, memory.reshape(NUM_BLOCKS, BLOCK_BYTES), transport, metrics, event)
+    blocks = memory.reshape(NUM_BLOCKS, BLOCK_BYTES)
+    side = Side(exchange, pool, blocks, transport, metrics, event, event.set)
+    exchange.start(lambda: side.on_results())
+    return side
 
 
 @contextmanager
@@ -121,14 +125,18 @@ def pair(transport_name: str = "shm", **changes: object) -> Iterator[tuple[Side,
 
 
 def wait_whole(*sides: Side) -> None:
-    """Wait until the last releases have arrived and every block is free."""
+    """Wait until the last releases have arrived, every block is free and nothing is left to do."""
     deadline = threading.Event()
     for _ in range(int(WAIT_S / 0.01)):
-        if all(side.pool.num_free == NUM_BLOCKS for side in sides):
+        if all(side.pool.num_free == NUM_BLOCKS and is_idle(side) for side in sides):
             break
         deadline.wait(0.01)
     for side in sides:
         assert_whole(side.pool)
-        snapshot = side.exchange.snapshot()
-        snapshot = dataclasses.replace(snapshot, outcomes={}, num_peers_resting=0)
-        assert snapshot == ConnectorSnapshot()
+        assert is_idle(side), side.exchange.snapshot()
+
+
+def is_idle(side: Side) -> bool:
+    """Whether the exchange has nothing in hand."""
+    snapshot = side.exchange.snapshot()
+    return dataclasses.replace(snapshot, outcomes={}, num_peers_resting=0) == ConnectorSnapshot()

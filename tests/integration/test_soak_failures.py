@@ -47,8 +47,10 @@ IDLE_S = 3.0
 MAX_HTTP_SOCKETS = 24
 """Of an instance, and of a router for each. A burst, and stories that fork, leave many connections
 behind; probes three times a second that go round among them keep a dozen from growing old."""
-MAX_IDLE_SHARE = 0.1
-"""Of a core, health probes three times a second included."""
+NUM_IDLE_LOOKS = 3
+MAX_IDLE_SHARE = 0.05
+"""Of a core, health probes three times a second included. A mover that turns by itself every
+millisecond uses 7 % or more."""
 LENGTHS = (1, 15, 17, 63, 64, 65, 128, 255, 257, 511, 513, 700, 1025, 1500)
 FEW_CANDIDATES = 4
 """Between many candidates a draw too often falls on a border, where rounding decides."""
@@ -203,17 +205,29 @@ async def assert_resources(deployment: Deployment, before: dict[str, Resources])
 
 
 async def assert_idle(deployment: Deployment) -> None:
-    """Nothing that a fault has left behind keeps a core busy."""
+    """Nothing that a fault has left behind keeps a core busy; housework once in a while may."""
+    busy: list[str] = []
+    for _ in range(NUM_IDLE_LOOKS):
+        busy = await busy_programs(deployment)
+        if not busy:
+            return
+    pytest.fail(", ".join(busy))
 
+
+async def busy_programs(deployment: Deployment) -> list[str]:
     def used_s(program: Program) -> float:
         fields = Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     before = {name: used_s(program) for name, program in deployment.programs.items()}
     await asyncio.sleep(IDLE_S)
-    for name, program in deployment.programs.items():
-        share = (used_s(program) - before[name]) / IDLE_S
-        assert share < MAX_IDLE_SHARE, f"{name} uses {share:.0%} of a core"
+    shares = {
+        name: (used_s(program) - before[name]) / IDLE_S
+        for name, program in deployment.programs.items()
+    }
+    return [
+        f"{n} uses {share:.0%} of a core" for n, share in shares.items() if share > MAX_IDLE_SHARE
+    ]
 
 
 MOVES = {

@@ -102,9 +102,8 @@ class Exchange:
     ) -> None:
         """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed."""
         self._check_address(peer.control_address)
-        effects = self._planner.begin_receive(transfer_id, peer, prompt, mode)
+        self._mover.decide(self._planner.begin_receive, transfer_id, peer, prompt, mode)
         self._modes[transfer_id] = mode
-        self._mover.submit(effects)
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
         """See ``ConnectorPort``."""
@@ -114,18 +113,16 @@ class Exchange:
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
     ) -> None:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.receive(transfer_id, blocks, first_block))
+        self._mover.decide(self._planner.receive, transfer_id, blocks, first_block)
 
     def give_back(self, transfer_id: TransferId) -> bool:
         """See ``ConnectorPort``."""
-        was_given_back, effects = self._planner.give_back(transfer_id)
-        self._mover.submit(effects)
-        return was_given_back
+        return self._mover.answer(self._planner.give_back, transfer_id)
 
     def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
         """See ``ConnectorPort``."""
         self._modes.pop(transfer_id, None)
-        self._mover.submit(self._planner.end_receive(transfer_id, needed=needed))
+        self._mover.decide(self._planner.end_receive, transfer_id, needed=needed)
 
     def contact(self, peer: PeerAddress) -> None:
         """See ``ConnectorPort``."""
@@ -140,9 +137,8 @@ class Exchange:
 
     def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         """See ``ConnectorPort``."""
-        transfer_id, effects = self._planner.read_history(peer, wish)
+        transfer_id = self._mover.answer(self._planner.read_history, peer, wish)
         self._modes[transfer_id] = HISTORY_MODE
-        self._mover.submit(effects)
         return transfer_id
 
     def take_results(self) -> list[ReceiveResult]:
@@ -161,13 +157,13 @@ class Exchange:
 
     def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.begin_send(transfer_id, prompt))
+        self._mover.decide(self._planner.begin_send, transfer_id, prompt)
 
     def advance_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
     ) -> None:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.advance_send(transfer_id, blocks, num_tokens))
+        self._mover.decide(self._planner.advance_send, transfer_id, blocks, num_tokens)
 
     def pause_send(self, transfer_id: TransferId) -> None:
         """See ``ConnectorPort``."""
@@ -177,7 +173,7 @@ class Exchange:
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
     ) -> HandoffOffer:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.complete_send(transfer_id, blocks, end))
+        self._mover.decide(self._planner.complete_send, transfer_id, blocks, end)
         return HandoffOffer(self.address, self._config.handoff_lease_s)
 
     def is_send_wanted(self, transfer_id: TransferId) -> bool:
@@ -192,23 +188,24 @@ class Exchange:
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> HandoffOffer:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.offer(transfer_id, blocks, prompt))
+        self._mover.decide(self._planner.offer, transfer_id, blocks, prompt)
         return HandoffOffer(self.address, self._config.handoff_lease_s)
 
     def withdraw(self, transfer_id: TransferId) -> None:
         """See ``ConnectorPort``."""
-        self._mover.submit(self._planner.withdraw(transfer_id))
+        self._mover.decide(self._planner.withdraw, transfer_id)
 
     def give_up_oldest(self, num_blocks: int) -> int:
         """See ``ConnectorPort``."""
-        num_freed, effects = self._planner.give_up_oldest(num_blocks)
-        self._mover.submit(effects)
-        return num_freed
+        return self._mover.answer(self._planner.give_up_oldest, num_blocks)
 
     def snapshot(self) -> ConnectorSnapshot:
         """See ``ConnectorPort``."""
-        num_resting = self._mover.num_resting_peers()
-        return dataclasses.replace(self._planner.snapshot(), num_peers_resting=num_resting)
+        return dataclasses.replace(
+            self._planner.snapshot(),
+            num_peers_resting=self._mover.num_resting_peers(),
+            num_links_served=self._mover.num_served(),
+        )
 
     def _count(self, result: ReceiveResult) -> None:
         mode = self._modes.get(result.transfer_id, Mode.PULL)

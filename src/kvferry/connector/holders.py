@@ -68,6 +68,11 @@ class Holders:
         """Whether a link is down on which something may still land; only time will tell."""
         return bool(self._unquiet)
 
+    @property
+    def num_served(self) -> int:
+        """Transfers of which a peer may write here right now. Callable from any thread."""
+        return len(self._progressing)
+
     def num_resting(self) -> int:
         """Return how many lost peers are not tried again yet. Callable from any thread."""
         return sum(self._is_resting(session) for session in list(self._sessions.values()))

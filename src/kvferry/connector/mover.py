@@ -12,11 +12,13 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import zmq
 
 from kvferry.connector.control import ControlContext, ControlServer, Received
+from kvferry.connector.decisions import Decisions
 from kvferry.connector.effects import (
     ContactPeer,
     CountHistoryEnd,
@@ -53,9 +55,12 @@ FAILURE_REST_S = 0.05
 """After a bug was met: keeps a failure that repeats from eating a core."""
 _logger = get_logger(__name__)
 
+Question = ParamSpec("Question")
+Answer = TypeVar("Answer")
+
 
 class Mover:
-    """Runs effects. ``start``, then ``submit`` from any thread, then ``close``."""
+    """Executes what the planner decides. ``start``, then ``decide`` from any thread, ``close``."""
 
     def __init__(self, parts: MoverParts) -> None:
         self._parts = parts
@@ -66,16 +71,18 @@ class Mover:
             self._context.close()
             raise
         self.control_address = self._server.address
+        self._decisions = Decisions()
+        self._is_executing = False
         self._readers = Readers(
             parts.hello,
             parts.transport,
             parts.planner,
+            self._decisions,
             parts.digester,
             max_peers=parts.config.max_peers,
         )
         self._reads = Reads(parts.clock, parts.digester)
         self._writes = Writes()
-        self._inbox: deque[Effect] = deque()
         self._requests: deque[Received] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -100,16 +107,41 @@ class Mover:
         self._thread.start()
 
     def submit(self, effects: Sequence[Effect]) -> None:
-        """Have ``effects`` executed soon, in order. Any thread.
+        """Have ``effects`` executed soon, in order. Any thread."""
+        self._decisions.add(effects)
+        self._wake()
+
+    def decide(
+        self,
+        decide: Callable[Question, Sequence[Effect]],
+        *args: Question.args,
+        **kwargs: Question.kwargs,
+    ) -> None:
+        """Have ``decide`` called, and what it returns executed soon, in order. Any thread.
 
         Wakes the mover even for none: what the planner was told may have brought a deadline nearer.
         """
-        self._inbox.extend(effects)
+        self._decisions.make(decide, *args, **kwargs)
         self._wake()
+
+    def answer(
+        self,
+        decide: Callable[Question, tuple[Answer, Sequence[Effect]]],
+        *args: Question.args,
+        **kwargs: Question.kwargs,
+    ) -> Answer:
+        """Like ``decide``, for a decision that is also an answer; return that. Any thread."""
+        answer = self._decisions.answer(decide, *args, **kwargs)
+        self._wake()
+        return answer
 
     def num_resting_peers(self) -> int:
         """Return how many lost peers are not tried again yet. Any thread."""
         return self._holders.num_resting()
+
+    def num_served(self) -> int:
+        """Return for how many readers and transfers links are progressed right now. Any thread."""
+        return self._readers.num_served + self._holders.num_served
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread, end every link and free the control port. Safe to repeat."""
@@ -141,7 +173,7 @@ class Mover:
             while not self._stopping:
                 self._wait()
                 self._turn()
-            self._execute_inbox()
+            self._execute()
         finally:
             self._tear_down()
 
@@ -156,7 +188,7 @@ class Mover:
     def _turn(self) -> None:
         """Do one turn of each duty. A bug met in one must not end the thread that all need."""
         duties = (
-            self._execute_inbox,
+            self._execute,
             self._answer_requests,
             self._holders.hear,
             self._poll_transfers,
@@ -181,13 +213,14 @@ class Mover:
         self._drop_broken_readers()
 
     def _act_on_deadlines(self) -> None:
-        self._execute(self._parts.planner.tick())
+        self._decisions.make(self._parts.planner.tick)
+        self._execute()
 
     def _wait_s(self) -> float:
         if self._failure_rest_s:
             rest_s, self._failure_rest_s = self._failure_rest_s, 0.0
             return rest_s
-        if self._inbox:
+        if self._decisions:
             return 0.0
         if self._is_transferring():
             wait_s, self._turn_s = self._turn_s, min(2 * self._turn_s, MAX_TURN_S)
@@ -221,39 +254,46 @@ class Mover:
             if isinstance(message, InstanceQuery):
                 self._server.reply(request, self._parts.describe(self.control_address))
                 continue
-            reply, effects = self._readers.answer(request.identity, message)
+            reply = self._readers.answer(request.identity, message)
             # A grant must have its link progressed before the reader can start.
-            self._execute(effects)
+            self._execute()
             self._server.reply(request, reply)
             labels = (type(message).__name__.lower(), type(reply).__name__.lower())
             self._parts.metrics.control_requests.labels(*labels).inc()
 
     # -- effects --------------------------------------------------------------------------------
-    def _execute_inbox(self) -> None:
-        while self._inbox:
-            self._execute([self._inbox.popleft()])
-
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._execute(self._parts.planner.handle(event))
+            self._decisions.make(self._parts.planner.handle, event)
+        self._execute()
 
-    def _execute(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case _ if isinstance(effect, Sendable):
-                    self._holders.send(effect)
-                case PostRead() | PostWrite():
-                    self._post(effect)
-                case StartProgress() | StopProgress() | StartServing() | StopServing():
-                    self._progress_or_not(effect)
-                case ContactPeer() | DisconnectPeer() | DisconnectReader():
-                    self._join_or_part(effect)
-                case Notify():
-                    self._notify(effect)
-                case CountOfferEnd() | CountHistoryEnd():
-                    self._count_end(effect)
-                case NotifyEngine():
-                    self._parts.on_results()
+    def _execute(self) -> None:
+        """Execute what was decided, the oldest first, and what that leads to."""
+        if self._is_executing:
+            return  # an effect led to more: they follow it
+        self._is_executing = True
+        try:
+            while (effect := self._decisions.take()) is not None:
+                self._execute_one(effect)
+        finally:
+            self._is_executing = False
+
+    def _execute_one(self, effect: Effect) -> None:
+        match effect:
+            case _ if isinstance(effect, Sendable):
+                self._holders.send(effect)
+            case PostRead() | PostWrite():
+                self._post(effect)
+            case StartProgress() | StopProgress() | StartServing() | StopServing():
+                self._progress_or_not(effect)
+            case ContactPeer() | DisconnectPeer() | DisconnectReader():
+                self._join_or_part(effect)
+            case Notify():
+                self._notify(effect)
+            case CountOfferEnd() | CountHistoryEnd():
+                self._count_end(effect)
+            case NotifyEngine():
+                self._parts.on_results()
 
     def _count_end(self, effect: CountOfferEnd | CountHistoryEnd) -> None:
         metrics = self._parts.metrics
@@ -301,7 +341,8 @@ class Mover:
         for reader, link in self._writes.take_broken():
             if self._readers.link(reader) is link:
                 self._readers.drop(reader)
-                self._execute(self._parts.planner.lose_reader(reader))
+                self._decisions.make(self._parts.planner.lose_reader, reader)
+        self._execute()
 
     def _notify(self, effect: Notify) -> None:
         identity = self._readers.route(effect.transfer_id)

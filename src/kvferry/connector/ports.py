@@ -144,6 +144,8 @@ class ConnectorSnapshot:
     num_blocks_quarantined: int = 0
     num_peers_resting: int = 0
     """Peers lost a moment ago: a receive from one of them ends as ``unreachable`` at once."""
+    num_links_served: int = 0
+    """Readers with a lease, and pushes to here: while there are any, the mover turns by itself."""
     outcomes: dict[str, int] = field(default_factory=dict)
 
 

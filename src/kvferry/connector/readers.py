@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.connector.effects import Effect
+from kvferry.connector.decisions import Decisions
 from kvferry.connector.planner import Planner
 from kvferry.connector.sessions import require_same_memory
 from kvferry.errors import FerryError, IncompatiblePeerError
@@ -55,11 +55,12 @@ class BlockDigester:
 class Readers:
     """Peers that have shaken hands to read here."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the mover shares with it
         self,
         own_hello: Hello,
         transport: Transport,
         planner: Planner,
+        decisions: Decisions,
         digester: BlockDigester | None,
         *,
         max_peers: int,
@@ -67,6 +68,7 @@ class Readers:
         self._own_hello = own_hello
         self._transport = transport
         self._planner = planner
+        self._decisions = decisions
         self._digester = digester
         self._max_peers = max_peers
         self._links: OrderedDict[str, Link] = OrderedDict()
@@ -77,6 +79,11 @@ class Readers:
     def is_serving(self) -> bool:
         """Whether some reader may transfer right now."""
         return bool(self._serving)
+
+    @property
+    def num_served(self) -> int:
+        """Readers that may transfer right now. Callable from any thread."""
+        return len(self._serving)
 
     def start_serving(self, reader: str) -> None:
         """Progress ``reader``'s link from now on."""
@@ -101,8 +108,8 @@ class Readers:
         """Return where the receiver of a transfer was last heard of, if it was."""
         return self._routes.get(transfer_id)
 
-    def answer(self, identity: bytes, message: Message) -> tuple[Reply, list[Effect]]:
-        """Return the reply to one message, and what is to be done besides."""
+    def answer(self, identity: bytes, message: Message) -> Reply:
+        """Return the reply to one message; what is to be done before is in the decisions."""
         if isinstance(message, Register | Renew | Release):
             self._note_route(message.transfer_id, identity)
         match message:
@@ -113,33 +120,34 @@ class Readers:
             case Register():
                 return self._on_register(message)
             case Renew():
-                return self._planner.answer_renew(message)
+                return self._decisions.answer(self._planner.answer_renew, message)
             case Release():
-                return self._planner.answer_release(reader_name(message), message)
+                reader = reader_name(message)
+                return self._decisions.answer(self._planner.answer_release, reader, message)
             case _:
                 name = type(message).__name__
-                return decline(DeclineReason.MALFORMED, f"{name} is not a request"), []
+                return decline(DeclineReason.MALFORMED, f"{name} is not a request")
 
     def close(self) -> None:
         """Disconnect every reader."""
         for reader in list(self._links):
             self.drop(reader)
 
-    def _on_hello(self, hello: Hello) -> tuple[Reply, list[Effect]]:
+    def _on_hello(self, hello: Hello) -> Reply:
         try:
             # Named from the reader's side, since the refusal is for its eyes.
             require_same_memory(hello, self._own_hello)
         except IncompatiblePeerError as error:
-            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field), []
+            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
         reader = reader_name(hello)
         # What the reader registered on an earlier link, it has given up with that link.
-        effects = self._planner.lose_reader(reader)
+        self._decisions.make(self._planner.lose_reader, reader)
         for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
             self.drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
             detail = f"{self._max_peers} peers are connected"
-            return decline(DeclineReason.PRESSURE, detail), effects
-        return self._connect(reader, hello), effects
+            return decline(DeclineReason.PRESSURE, detail)
+        return self._connect(reader, hello)
 
     def _connect(self, reader: str, hello: Hello) -> Reply:
         link = self._transport.open_link(reader, peer_writes=False)
@@ -154,24 +162,24 @@ class Readers:
             own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata
         )
 
-    def _on_acquire(self, message: Acquire | AcquireHistory) -> tuple[Reply, list[Effect]]:
+    def _on_acquire(self, message: Acquire | AcquireHistory) -> Reply:
         reader = reader_name(message)
         if reader not in self._links:
-            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
+            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
         self._links.move_to_end(reader)
-        reply, effects = self._planner.answer_acquire(reader, message)
+        reply = self._decisions.answer(self._planner.answer_acquire, reader, message)
         if isinstance(reply, Granted) and message.want_block_digests and self._digester:
             blocks = (*reply.blocks, *(partial.block for partial in reply.partials))
             digests = self._digester.digests(blocks)
             reply = msgspec.structs.replace(reply, block_digests=digests)
-        return reply, effects
+        return reply
 
-    def _on_register(self, message: Register) -> tuple[Reply, list[Effect]]:
+    def _on_register(self, message: Register) -> Reply:
         reader = reader_name(message)
         if reader not in self._links:
-            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello"), []
+            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
         self._links.move_to_end(reader)
-        return self._planner.answer_register(reader, message)
+        return self._decisions.answer(self._planner.answer_register, reader, message)
 
     def _note_route(self, transfer_id: TransferId, identity: bytes) -> None:
         self._routes[transfer_id] = identity
