@@ -17,6 +17,7 @@ from tests.integration.exchange_pair import (
     PROMPT,
     WAIT_S,
     Side,
+    make_side,
     pair,
     wait_whole,
 )
@@ -242,6 +243,25 @@ def test_other_blocks_may_be_registered_later() -> None:
         source.compute_all()
         assert_received(decode, second, source)
         wait_whole(prefill, decode)
+
+
+def test_a_late_release_leaves_the_notices_to_who_has_registered_since() -> None:
+    seldom_s = 3 * WAIT_S  # a heartbeat would show the way again
+    with pair(push_heartbeat_s=seldom_s) as (prefill, decode):
+        other = make_side("other", push_heartbeat_s=seldom_s)
+        source = Prefill(prefill)
+        source.begin()
+        left = begin_receive(other, prefill)
+        wait_until(lambda: num_registered(prefill) == 1)
+        blocks = begin_receive(decode, prefill)
+        wait_until(lambda: num_registered(prefill) == 2)
+        other.exchange.end_receive(TRANSFER, needed=False)
+        other.pool.drop(left)
+        wait_until(lambda: num_answered(prefill, "release", "released") == 1)
+        source.compute_all()
+        assert_received(decode, blocks, source)
+        wait_whole(prefill, decode, other)
+        other.close()
 
 
 def test_another_prompt_is_a_mismatch() -> None:

@@ -110,7 +110,10 @@ class Readers:
 
     def answer(self, identity: bytes, message: Message) -> Reply:
         """Return the reply to one message; what is to be done before is in the decisions."""
-        if isinstance(message, Register | Renew | Release):
+        if isinstance(message, Register | Renew):
+            self._note_route(message.transfer_id, identity)
+        elif isinstance(message, Release) and message.transfer_id not in self._routes:
+            # One that comes late must not take the notices from who has registered since.
             self._note_route(message.transfer_id, identity)
         match message:
             case Hello():
