@@ -210,7 +210,8 @@ class EngineCore:
         request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
         request.num_received_bytes = result.num_bytes
         request.num_received_tokens = request.num_prompt_tokens - request.num_cached_tokens
-        if result.duration_s is not None:
+        # A push's time has the computing of its later chunks in it, so it tells no cost of moving.
+        if result.duration_s is not None and not request.is_pushed:
             self._threshold.note_moved(
                 request.peer_id, request.num_received_tokens, result.duration_s
             )

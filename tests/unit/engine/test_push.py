@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.engine.request import FinishReason
+from kvferry.engine.threshold import FixedThreshold
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role, TokenLogprob
 from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE
@@ -256,3 +257,21 @@ def test_blocks_are_given_back_to_what_runs(tiny_model_dir: Path) -> None:
             rig.connector.finish_receive(TRANSFER_ID, ReceiveOutcome.GONE)
         assert len(answer.wait().tokens) == 3
         assert report_of(answer).num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", [Mode.PUSH, Mode.PULL])
+def test_only_a_pull_tells_what_moving_costs(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """A push lasts as long as its later chunks are computed."""
+    moves: list[int] = []
+    monkeypatch.setattr(FixedThreshold, "note_moved", lambda _, __, count, ___: moves.append(count))
+    with Rig(tiny_model_dir) as rig:
+        transfer = msgspec.structs.replace(RECEIVING, mode=mode)
+        answer = rig.submit(random_prompt(100), transfer=transfer, max_tokens=2)
+        rig.connector.wait_receive(TRANSFER_ID)
+        if mode is Mode.PUSH:
+            rig.connector.tell_first_token(TRANSFER_ID, 42)
+        rig.connector.finish_receive(TRANSFER_ID, ReceiveOutcome.RECEIVED)
+        answer.wait()
+    assert moves == ([] if mode is Mode.PUSH else [100])
