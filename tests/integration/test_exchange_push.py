@@ -342,10 +342,9 @@ def mover_stands_still(decode: Side, prefill: Side) -> Iterator[list[Callable[[]
         decode.on_results = lambda: then.pop()() if then else None
 
     decode.on_results = stand
-    failing = TransferId("fails")
-    decode.exchange.begin_receive(failing, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
-    decode.exchange.receive(failing, blocks := decode.pool.allocate(NUM_BLOCKS), 0)
-    prefill.exchange.withdraw(failing)
+    unknown = TransferId("unknown")
+    decode.exchange.begin_receive(unknown, prefill.exchange.address, PROMPT)
+    decode.exchange.receive(unknown, blocks := decode.pool.allocate(NUM_BLOCKS), 0)
     assert stands.wait(WAIT_S)
     decode.exchange.take_results()
     decode.pool.drop(blocks)
