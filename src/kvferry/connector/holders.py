@@ -148,6 +148,7 @@ class Holders:
         """Report the pushes of links that are down and have become quiet."""
         unquiet, self._unquiet = self._unquiet, []
         for link, transfer_ids in unquiet:
+            link.disconnect()  # again, where it could not be torn down before
             if link.is_quiet():
                 self._handle([PeerQuiet(transfer_id) for transfer_id in sorted(transfer_ids)])
             else:

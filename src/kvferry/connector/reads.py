@@ -112,6 +112,8 @@ class Reads:
 
     def _quiet_ones(self) -> list[Event]:
         """Return the ends of failed READs whose links have become quiet."""
+        for link, _ in self._failed:
+            link.disconnect()  # again, where it could not be torn down before
         events: list[Event] = [end for link, end in self._failed if link.is_quiet()]
         self._failed = [(link, end) for link, end in self._failed if end not in events]
         return events

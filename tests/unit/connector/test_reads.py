@@ -27,6 +27,7 @@ class _Transfer(Transfer):
 class _Link(Link):
     status: TransferStatus = TransferStatus.IN_PROGRESS
     quiet: bool = False
+    num_disconnects_needed: int = 1
     calls: list[str] = field(default_factory=list)
 
     @property
@@ -55,7 +56,7 @@ class _Link(Link):
         self.calls.append("disconnect")
 
     def is_quiet(self) -> bool:
-        return self.quiet
+        return self.quiet and self.calls.count("disconnect") >= self.num_disconnects_needed
 
 
 def test_a_read_that_is_done_says_so_without_asking_for_quiet() -> None:
@@ -82,6 +83,15 @@ def test_a_failed_read_ends_when_its_link_is_quiet(how: str) -> None:
     (event,) = reads.poll()
     assert isinstance(event, ReadEnded)
     assert event.status is ReadStatus.FAILED
+    assert reads.num_unquiet == 0
+
+
+def test_a_link_that_could_not_be_torn_down_is_tried_again() -> None:
+    reads, link = Reads(FakeClock(), None), _Link(quiet=True, num_disconnects_needed=4)
+    reads.post(EFFECT, link)
+    link.status = TransferStatus.ERROR
+    ended = [event for _ in range(5) for event in reads.poll()]
+    assert len(ended) == 1
     assert reads.num_unquiet == 0
 
 
