@@ -163,8 +163,8 @@ class Desk:
     def _begin(self, order: Begin) -> None:
         identity = PromptIdentity(order.num_tokens, order.digest)
         peer = order.peer.of_rank(self._rank)
-        self._exchange.begin_receive(order.transfer_id, peer, identity, mode=order.mode)
-        with self._lock:
+        with self._lock:  # the result may come before this knows whose it is
+            self._exchange.begin_receive(order.transfer_id, peer, identity, mode=order.mode)
             self._request_of[order.transfer_id] = order.request_id
             self._mode_of[order.transfer_id] = order.mode.value
             if order.mode is Mode.PUSH:
@@ -177,7 +177,7 @@ class Desk:
             self._exchange.receive(order.transfer_id, order.blocks, order.first_block)
 
     def _fill_history(self, order: FillHistory) -> None:
-        # Under the lock: the result may come before this knows whose it is.
+        # Under the lock, as in ``_begin``.
         with self._pinned(order.blocks), self._failing(order.request_id), self._lock:
             wish = HistoryWish(
                 order.hashes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -28,6 +29,7 @@ from kvferry.vllm_plugin.orders import (
     Contact,
     End,
     Fill,
+    FillEnd,
     FillHistory,
     Forget,
     LetGo,
@@ -56,6 +58,7 @@ class _Exchange:
         self.error: Exception | None = None
         self.admitted: set[TransferId] = set()
         self.offers: set[TransferId] = set()
+        self.on_begin: Callable[[], None] = lambda: None
 
     def _hold(self, transfer_id: TransferId, given: Sequence[BlockNumber]) -> None:
         if self.error is not None:
@@ -78,6 +81,7 @@ class _Exchange:
             raise self.error
         self.peers.append(peer)
         self.calls.append(("begin_receive", transfer_id, mode))
+        self.on_begin()
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
         return transfer_id in self.admitted
@@ -183,6 +187,22 @@ def test_a_result_is_its_requests_end(rig: _Rig) -> None:
     (end,) = rig.desk.take_ends()
     assert (end.request_id, end.num_blocks, end.num_bytes, end.is_received) == (_A, 2, 9, True)
     assert rig.desk.take_ends() == []
+
+
+def test_a_result_that_comes_as_the_receive_begins_is_not_lost(rig: _Rig) -> None:
+    """A peer that rests since it was lost is told of by another thread at once."""
+    ends: list[FillEnd] = []
+    taking = threading.Thread(target=lambda: ends.extend(rig.desk.take_ends()))
+
+    def lose_at_once() -> None:
+        rig.exchange.results = [ReceiveResult(_X, ReceiveOutcome.UNREACHABLE, "it rests")]
+        taking.start()
+        taking.join(0.2)  # which it can't end in, unless it has lost the result
+
+    rig.exchange.on_begin = lose_at_once
+    rig.desk.obey(_BEGIN)
+    taking.join(10)
+    assert [(end.request_id, end.outcome) for end in ends] == [(_A, "unreachable")]
 
 
 def test_a_push_that_was_written_has_filled_all(rig: _Rig) -> None:
