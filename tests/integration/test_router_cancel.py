@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.router.prefill_leg import PrefillLeg
 from kvferry.router.upstream import LegAnswer
-from kvferry.testing.scripted_engine import ScriptedEngine
+from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 from tests.integration.router_setup import PATH, Deployment, deployment
 
 _STREAM = {"prompt": "a", "stream": True}
@@ -121,6 +121,19 @@ async def test_leaving_with_the_whole_answer_gives_the_place_back(
         await caller.leave()
         await world.wait_settled()
         assert world.router.fleet.snapshot().decode[0].num_inflight == 0
+
+
+async def test_client_that_closes_once_it_has_it_all_has_not_left() -> None:
+    """While the instance's connection is not over yet."""
+    async with deployment() as world:
+        world.d.decode = Script(
+            events=(*DEFAULT_EVENTS, b"\n"), before_event={len(DEFAULT_EVENTS): asyncio.Event()}
+        )
+        caller = await Caller.call(world, _STREAM)
+        await caller.reader.readuntil(b"data: [DONE]\n\n")
+        await caller.leave()
+        await world.wait_settled()
+        assert await world.outcomes() == {"ok": 1}
 
 
 async def test_client_that_stops_reading_is_let_go_at_the_deadline() -> None:

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvferry.router.config import OnPrefillFailure
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, Script
+from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 from tests.integration.router_setup import PATH, Deployment, deployment, events_of
 
 _STREAM = {"prompt": "a", "stream": True}
@@ -21,6 +21,13 @@ _FAILING = [
     Script(status=503),
     Script(status=302, headers={"Location": "http://127.0.0.1:1/"}),
 ]
+_ABORTED = Script(
+    body=b'{"choices":[{"index":0,"text":"one","finish_reason":"abort"}]}',
+    events=(
+        b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n',
+        b"data: [DONE]\n\n",
+    ),
+)
 
 
 def _transfer_ids(world: Deployment) -> list[str]:
@@ -182,6 +189,47 @@ async def test_decode_that_dies_in_its_stream_ends_in_an_event_that_parses(
         await world.wait_settled()
         assert world.p.ended == world.d.ended == _transfer_ids(world)
         assert await world.outcomes() == {"decode_failed": 1}
+
+
+@pytest.mark.parametrize("request_body", [_STREAM, _WHOLE])
+async def test_answer_that_the_engine_aborted_is_none(request_body: dict[str, object]) -> None:
+    """As vLLM says it of what runs when it is told to end, under status 200."""
+    async with deployment(1, 2) as world:
+        world.d.decode = _ABORTED
+        async with world.post(request_body) as response:
+            assert b"two" in await response.read()
+        assert len(world.decode[1].received) == 1
+        figure = "kvferry_router_legs_failed_total"
+        assert await world.metric(figure, instance=world.d.url, cause="aborted") == 1
+        assert await world.outcomes() == {"ok": 1}
+
+
+async def test_stream_that_the_engine_aborts_ends_in_an_event_that_says_so() -> None:
+    async with deployment() as world:
+        world.d.decode = Script(
+            events=(*DEFAULT_EVENTS[:2], *_ABORTED.events),
+            before_event={2: (gate := asyncio.Event())},
+        )
+        async with world.post(_STREAM) as response:
+            said = await response.content.readuntil(DEFAULT_EVENTS[1])
+            gate.set()
+            said += await response.read()
+        events = events_of(said)
+        assert [event.get("error", {}).get("code") for event in events] == [
+            None, None, "decode_failed",
+        ]  # fmt: skip
+        assert b"abort" not in said
+        assert b"DONE" not in said
+        assert await world.outcomes() == {"decode_failed": 1}
+
+
+async def test_prefill_that_was_aborted_is_begun_on_another_instance() -> None:
+    async with deployment(2) as world:
+        world.p.prefill = _ABORTED
+        async with world.post(_WHOLE) as response:
+            assert response.status == 200
+        assert [len(engine.received) for engine in world.prefill] == [1, 1]
+        assert world.d.roles() == ["decode"]
 
 
 async def test_decode_that_dies_within_an_event_still_ends_in_one_that_parses() -> None:

@@ -205,6 +205,34 @@ async def test_instance_that_answers_503_is_waited_for() -> None:
         assert await call == (200, DEFAULT_ANSWER)
 
 
+@both_bodies
+async def test_instance_that_listens_no_more_and_says_nothing_is_silent(body: object) -> None:
+    """As vLLM is that was told to end while it streams: it waits for its clients to leave."""
+    async with quick_deployment() as world:
+        is_stream = body is _STREAM
+        never = asyncio.Event()
+        world.d.decode = Script(
+            before_event={1: never}, before_headers=None if is_stream else never
+        )
+        call = asyncio.create_task(answer(world, body))
+        await world.d.wait_until(lambda: len(world.d.received) == 1)
+        await world.d.stop_listening()
+        status, said = await call
+        assert (status, b"decode_failed" in said) == (200 if is_stream else 502, True)
+        assert await silent_legs(world, world.d) == 1
+
+
+async def test_stream_of_an_instance_that_listens_no_more_is_brought_to_its_end() -> None:
+    num_events = int(_BUSY_S / 0.02)
+    async with quick_deployment() as world:
+        world.d.decode = Script(events=DEFAULT_EVENTS[:1] * num_events, pause_s=0.02)
+        call = asyncio.create_task(answer(world, _STREAM))
+        await world.d.wait_until(lambda: len(world.d.received) == 1)
+        await world.d.stop_listening()
+        assert len(events_of((await call)[1])) == num_events
+        assert await world.metric(_FAILED) == 0
+
+
 async def test_a_question_to_a_silent_decode_ends_too() -> None:
     async with quick_deployment() as world:
         world.d.health_gate = asyncio.Event()

@@ -8,10 +8,12 @@ from contextlib import ExitStack
 from functools import partial
 
 import aiohttp
+from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
 from kvferry.router import answers
+from kvferry.router.answer_end import StreamEnd, require_whole
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
@@ -51,6 +53,7 @@ class DecodeLeg:
         self._whole: LegAnswer | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._first = b""
+        self._end = StreamEnd()
 
     def close(self) -> None:
         """End the leg: an answer that was not read whole is cut off. Safe to repeat."""
@@ -88,6 +91,7 @@ class DecodeLeg:
         upstream = self._tools.upstream
         if response.status != 200 or not is_event_stream(response.headers):
             self._whole = require_well(await upstream.read_all(response, self._wait))
+            require_whole(self._whole.body)
         else:
             self._first = await upstream.read_some(response, self._wait)
             error = error_event_in(self._first)
@@ -95,6 +99,7 @@ class DecodeLeg:
                 answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
                 detail = "its stream began with an error"
                 raise LegFailedError(LegFailure.ENGINE_ERROR, detail, answer)
+            self._end.see(self._first)
             self._response = response
 
     async def deliver(self, waited_s: float) -> None:
@@ -124,7 +129,7 @@ class DecodeLeg:
         context.stream = stream
         is_held = True
         try:
-            read_some = partial(self._tools.upstream.read_some, response, self._wait)
+            read_some = partial(self._read_some, response, stream)
             await forward_stream(self._first, read_some, stream)
         except LegFailedError as failure:
             is_held = False
@@ -137,6 +142,21 @@ class DecodeLeg:
         finally:
             if is_held:  # Also where the client has left: the instance retains all the same.
                 self._tools.note_answer(context, self.view)
+
+    async def _read_some(
+        self, response: aiohttp.ClientResponse, stream: web.StreamResponse
+    ) -> bytes:
+        if self._end.is_done:
+            # The client has it all: one that closes now has not left.
+            self._context.finish(_good_outcome(self._context), stream)
+        try:
+            chunk = await self._tools.upstream.read_some(response, self._wait)
+        except LegFailedError:
+            if not self._end.is_done:
+                raise
+            return b""
+        self._end.see(chunk)
+        return chunk
 
 
 def note_receiver(context: RequestContext, view: InstanceView) -> None:

@@ -94,7 +94,7 @@ class LegWaits:
         self._instances[url].silence.begin_probe(self._clock.monotonic_s())
 
     def hear(self, url: str) -> None:
-        """Something has come from ``url``: an answer, or a refusal of its host."""
+        """Something has come from ``url``: an answer, or the end of a connection."""
         self._instances[url].silence.hear()
 
     def take_unanswered(self, url: str) -> None:

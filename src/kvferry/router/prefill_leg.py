@@ -12,6 +12,7 @@ from aiohttp import web
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Mode, PeerAddress, Role
 from kvferry.router import answers
+from kvferry.router.answer_end import require_whole
 from kvferry.router.config import OnPrefillFailure
 from kvferry.router.context import OpenTransfer, Outcome, RequestContext
 from kvferry.router.decider import PlainReason
@@ -81,7 +82,9 @@ class PrefillLeg:
                             self.view.url, context.path, body, headers
                         )
                     with closing_leg(response):
-                        return require_well(await self._read(response, wait))
+                        answer = require_well(await self._read(response, wait))
+                        require_whole(answer.body)
+                        return answer
             except TimeoutError as error:
                 raise LegFailedError(
                     LegFailure.TIMEOUT, f"no answer within {limit_s:g} s"

@@ -25,7 +25,15 @@ _KEEP_ALIVE_S = 4.0
 _LARGE_BODY_BYTES = 1024 * 1024
 _MAX_ERROR_ANSWER_BYTES = 1024 * 1024
 _NOBODY_THERE = frozenset(
-    (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
+    (
+        errno.EHOSTUNREACH,
+        errno.EHOSTDOWN,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.ETIMEDOUT,
+        # A server that ends listens no more; it may keep connections open on which nothing comes.
+        errno.ECONNREFUSED,
+    )
 )
 _UNWATCHED: AbstractContextManager[object] = nullcontext()
 
@@ -40,6 +48,8 @@ class LegFailure(enum.StrEnum):
     TIMEOUT = "timeout"
     SILENT = "silent"
     """Nothing came any more, and the instance's probes went unanswered."""
+    ABORTED = "aborted"
+    """The instance ended the request itself, and called it an answer: it is being stopped."""
     ENGINE_ERROR = "engine_error"
     """The engine answered with a 5xx, or with something that no engine should."""
     OVERLOADED = "overloaded"
@@ -54,6 +64,7 @@ class LegFailure(enum.StrEnum):
             LegFailure.BROKEN,
             LegFailure.TIMEOUT,
             LegFailure.SILENT,
+            LegFailure.ABORTED,
         )
 
 
@@ -76,7 +87,7 @@ class LegFailedError(PeerUnreachableError):
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether not even the instance's host has said anything: no refusal, no reset."""
+        """Whether nobody is there who has said anything: no answer, no reset of a connection."""
         error = self.__cause__
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             return True  # A host that the network has lost may have lost its name, too.

@@ -104,6 +104,7 @@ class ScriptedEngine:
         self._peers[name] = self
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
         self._port = 0
         self._host = "127.0.0.1"
 
@@ -128,8 +129,15 @@ class ScriptedEngine:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, self._port).start()
+        self._site = web.TCPSite(self._runner, host, self._port)
+        await self._site.start()
         self._port = self._runner.addresses[0][1]
+
+    async def stop_listening(self) -> None:
+        """Refuse connections, and end those on which nothing is asked; the others stay."""
+        if self._site is not None and self._runner is not None and self._runner.server is not None:
+            await self._site.stop()
+            self._runner.server.pre_shutdown()
 
     async def stop(self) -> None:
         """Stop listening and cut every connection."""

@@ -107,6 +107,7 @@ def _connector_error(number: int) -> aiohttp.ClientConnectorError:
         _connector_error(errno.ENETUNREACH),
         aiohttp.ClientConnectorDNSError(_KEY, socket.gaierror(socket.EAI_NONAME, "no name")),
         aiohttp.ConnectionTimeoutError("connecting took too long"),
+        _connector_error(errno.ECONNREFUSED),
     ],
 )
 async def test_where_nobody_answers_two_probes_end_the_leg(failure: Exception | None) -> None:
@@ -121,7 +122,6 @@ async def test_where_nobody_answers_two_probes_end_the_leg(failure: Exception | 
     [
         _WELL,
         LegAnswer(503, {}, b""),
-        _connector_error(errno.ECONNREFUSED),
         LegFailedError(LegFailure.BROKEN, "reset"),
     ],
 )
