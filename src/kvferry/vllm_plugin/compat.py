@@ -45,7 +45,8 @@ def check_version(version: str) -> None:
     if not MIN_VERSION <= found < END_VERSION:
         low, high = ".".join(map(str, MIN_VERSION)), ".".join(map(str, END_VERSION))
         raise ConfigError(
-            f"kvferry's connector works in vLLM from {low} to below {high}; this is {version}"
+            f"kvferry's connector works in vLLM from {low} to below {high}; this is {version}: "
+            "install one of those"
         )
 
 
@@ -65,21 +66,60 @@ def unsupported(facts: EngineFacts) -> list[str]:
             f"kv_load_failure_policy {policy!r} (set it to 'recompute' in --kv-transfer-config)",
         ),
         (not facts.has_prefix_caching, "prefix caching off (leave it on)"),
-        (facts.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (facts.num_hosts > 1, "one instance on several hosts"),
-        (facts.context_parallel_size > 1, "context parallelism"),
-        (facts.data_parallel_size > 1, "data parallelism (run one instance for each replica)"),
-        (facts.num_cache_groups != 1, "hybrid caches (more than one KV cache group)"),
+        *_parallelism(facts),
+        *_caches(facts),
+        (facts.has_speculation, "speculative decoding (start without --speculative-config)"),
+        (facts.has_sleep_mode, "sleep mode (start without --enable-sleep-mode)"),
         (
-            facts.cache_kind not in SUPPORTED_CACHE_KINDS,
-            f"KV caches of kind {facts.cache_kind} (full attention and MLA are)",
+            facts.is_multimodal,
+            "multimodal inputs (start with --language-model-only where the model has it)",
         ),
-        (facts.has_sliding_window, "sliding-window attention"),
-        (facts.has_speculation, "speculative decoding"),
-        (facts.has_dynamic_scales, "KV scales that are calculated while running"),
-        (facts.has_sleep_mode, "sleep mode"),
-        (facts.is_multimodal, "multimodal inputs (--language-model-only where the model has it)"),
-        (facts.takes_prompt_embeds, "prompt embeddings as inputs"),
-        (facts.block_size_tokens < 1, "a block size of nothing"),
+        (
+            facts.takes_prompt_embeds,
+            "prompt embeddings as inputs (start without --enable-prompt-embeds)",
+        ),
     )
     return [message for is_refused, message in checks if is_refused]
+
+
+def _parallelism(facts: EngineFacts) -> tuple[tuple[bool, str], ...]:
+    return (
+        (
+            facts.pipeline_parallel_size > 1,
+            "pipeline parallelism (start without --pipeline-parallel-size)",
+        ),
+        (
+            facts.num_hosts > 1,
+            "one instance on several hosts (start without --nnodes, one instance on each)",
+        ),
+        (
+            facts.context_parallel_size > 1,
+            "context parallelism (start without --prefill-context-parallel-size and "
+            "--decode-context-parallel-size)",
+        ),
+        (facts.data_parallel_size > 1, "data parallelism (run one instance for each replica)"),
+    )
+
+
+def _caches(facts: EngineFacts) -> tuple[tuple[bool, str], ...]:
+    return (
+        (
+            facts.num_cache_groups != 1,
+            "hybrid caches, more than one KV cache group (serve a model with attention of one kind "
+            "in all layers)",
+        ),
+        (
+            facts.cache_kind not in SUPPORTED_CACHE_KINDS,
+            f"KV caches of kind {facts.cache_kind} (serve a model with full attention or MLA)",
+        ),
+        (
+            facts.has_sliding_window,
+            "sliding-window attention (start with --disable-sliding-window, which cuts the context "
+            "to the window, or serve another model)",
+        ),
+        (
+            facts.has_dynamic_scales,
+            "KV scales that are calculated while running (start without --calculate-kv-scales)",
+        ),
+        (facts.block_size_tokens < 1, "a block size of nothing (set --block-size)"),
+    )

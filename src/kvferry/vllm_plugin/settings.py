@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 from collections.abc import Mapping
@@ -100,6 +101,14 @@ def parse_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
     vLLM itself reads some keys of it; those that kvferry does not know are refused all the same,
     since a misspelt one would be silently ignored.
     """
+    known = PluginSettings.__struct_fields__
+    for key in extra_config:
+        if key not in known:
+            (nearest,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"kv_connector_extra_config: unknown key {key!r}; the nearest is {nearest!r} of "
+                f"{', '.join(known)}"
+            )
     try:
         return msgspec.convert(dict(extra_config), PluginSettings)
     except msgspec.ValidationError as error:

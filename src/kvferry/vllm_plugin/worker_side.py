@@ -133,7 +133,7 @@ class WorkerHalf:
         self.hello = WorkerHello(
             exchange.address, layout.fingerprint(), self._pins.num_blocks, self._server.path
         )
-        _log.info("instance %s answers on %s", *_shown(self.hello))
+        _log.info("instance %s, epoch %d, answers on %s", *_shown(self.hello))
 
     def begin_step(self, orders: StepOrders) -> None:
         """vLLM begins a step. Raises ``EngineError``, which ends vLLM's engine with all requests,
@@ -201,5 +201,6 @@ def _create_transport(config: ExchangeConfig, settings: PluginSettings) -> Trans
     return create_transport("nixl", ucx_tls=settings.ucx_tls, ucx_net_devices=devices)
 
 
-def _shown(hello: WorkerHello) -> tuple[str, str]:
-    return hello.address.instance_id, hello.address.control_address
+def _shown(hello: WorkerHello) -> tuple[str, int, str]:
+    peer = hello.address
+    return peer.instance_id, peer.epoch, peer.control_address

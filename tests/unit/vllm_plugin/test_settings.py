@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.vllm_plugin.compat import EngineFacts, check_engine, check_version, unsupported
-from kvferry.vllm_plugin.settings import WorkerRank, parse_settings
+from kvferry.vllm_plugin.settings import PluginSettings, WorkerRank, parse_settings
 
 _GOOD = EngineFacts(
     load_failure_policy="recompute",
@@ -83,6 +84,23 @@ def test_a_wrong_option_is_named(extra: dict[str, object], named: str) -> None:
         parse_settings(extra)
 
 
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("control_prt", "control_port"),
+        ("controlPort", "control_port"),
+        ("retention", "retention_s"),
+    ],
+)
+def test_of_a_misspelt_option_the_nearest_is_named_and_all_that_are_known(
+    key: str, nearest: str
+) -> None:
+    told = f"unknown key '{key}'; the nearest is '{nearest}'"
+    with pytest.raises(ConfigError, match=told) as caught:
+        parse_settings({"retention_s": 1, key: 7001})
+    assert all(name in str(caught.value) for name in PluginSettings.__struct_fields__)
+
+
 def test_other_hosts_need_a_cluster_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cluster key"):
         parse_settings({"control_host": "0.0.0.0"}).exchange_config("a")
@@ -125,10 +143,12 @@ def test_a_supported_configuration_is_taken(num_ranks: int) -> None:
         ({"has_sleep_mode": True}, "sleep"),
         ({"is_multimodal": True}, "multimodal"),
         ({"takes_prompt_embeds": True}, "prompt embeddings"),
+        ({"block_size_tokens": 0}, "block size"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], named: str) -> None:
     facts = dataclasses.replace(_GOOD, **change)  # type: ignore[arg-type]
-    assert len(unsupported(facts)) == 1
+    (message,) = unsupported(facts)
+    assert re.search(r"\(.+\)$", message), "it does not say what to do"
     with pytest.raises(ConfigError, match=named):
         check_engine(facts)

@@ -116,6 +116,23 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     half.close()
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that the worker half writes, from its start on."""
+    lines: list[str] = []
+    monkeypatch.setattr(worker_side._log, "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_the_log_tells_all_that_names_an_instance_to_its_peers(
+    log: list[str], half: WorkerHalf
+) -> None:
+    peer = half.hello.address
+    assert log == [
+        f"instance {peer.instance_id}, epoch {peer.epoch}, answers on {peer.control_address}"
+    ]
+
+
 def test_a_step_without_news_reports_nothing(half: WorkerHalf) -> None:
     half.begin_step(StepOrders(1, is_waiting=True))
     assert half.take_ends(set()).finished == set()
