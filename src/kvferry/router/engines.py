@@ -68,6 +68,7 @@ class EngineConfig:
         kind = self.resolved_kind
         if self.control_addresses and kind not in (EngineKind.KVFERRY, EngineKind.VLLM):
             raise ConfigError(f"--control is not for --engine {kind}, which has no control port")
+        _require_different(self.control_addresses)
         if self.nixl_addresses and kind is not EngineKind.VLLM_NIXL_PUSH:
             raise ConfigError(f"--nixl is for --engine {EngineKind.VLLM_NIXL_PUSH} only")
 
@@ -111,6 +112,17 @@ def _by_url(option: str, texts: Iterable[str], parse: Callable[[str], _Value]) -
             raise ConfigError(f"--{option}: {url} is given twice")
         found[url] = parse(value_text.strip())
     return found
+
+
+def _require_different(control_addresses: Mapping[str, str]) -> None:
+    url_of: dict[str, str] = {}
+    for url, address in control_addresses.items():
+        other = url_of.setdefault(address, url)
+        if other != url:
+            raise ConfigError(
+                f"--control: {address} is given for {other} and for {url}; "
+                "each instance has a control port of its own"
+            )
 
 
 def _control_address(text: str) -> str:

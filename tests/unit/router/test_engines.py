@@ -45,6 +45,13 @@ def test_other_control_ports_are_refused(given: list[str], named: str) -> None:
         parse_control_addresses(given)
 
 
+def test_two_instances_have_two_control_ports() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tcp://p:7001 is given for http://p:1 and for http://q:1"
+    ):
+        EngineConfig(control_addresses={"http://p:1": "tcp://p:7001", "http://q:1": "tcp://p:7001"})
+
+
 def test_nixl_addresses_name_engine_side_channel_and_ranks() -> None:
     given = ["http://p:1=e-1@10.0.0.1:5600", "http://q:1=e=2@[fe80::1]:5601/tp4"]
     addresses = parse_nixl_addresses(given)
