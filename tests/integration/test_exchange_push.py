@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome, ReceiveResult
+from kvferry.errors import RequestError
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode
@@ -277,6 +278,14 @@ def test_another_prompt_is_a_mismatch() -> None:
         prefill.exchange.withdraw(TRANSFER)
         prefill.pool.drop(source.blocks)
         wait_whole(prefill, decode)
+
+
+def test_nobody_waits_for_itself_to_push() -> None:
+    """As where a router takes one instance for the other."""
+    with pair() as (_, decode):
+        with pytest.raises(RequestError, match=r"decode is this instance itself: .*--control"):
+            begin_receive(decode, decode)
+        wait_whole(decode)
 
 
 def test_a_dead_sender_is_noticed_by_its_silence() -> None:

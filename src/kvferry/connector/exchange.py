@@ -100,8 +100,11 @@ class Exchange:
         *,
         mode: Mode = Mode.PULL,
     ) -> None:
-        """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed."""
+        """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed, and
+        where this instance would wait for itself to push."""
         self._check_address(peer.control_address)
+        if mode is Mode.PUSH:
+            self._check_is_another(peer, "peer", "is the router's --control right?")
         self._mover.decide(self._planner.begin_receive, transfer_id, peer, prompt, mode)
         self._modes[transfer_id] = mode
 
@@ -127,12 +130,7 @@ class Exchange:
     def contact(self, peer: PeerAddress) -> None:
         """See ``ConnectorPort``."""
         self._check_address(peer.control_address)
-        if peer.instance_id == self.address.instance_id:
-            raise RequestError(
-                f"{peer.instance_id} is this instance itself",
-                param="kv_transfer_params.history",
-                code="invalid_value",
-            )
+        self._check_is_another(peer, "history", "it holds its own history anyway")
         self._mover.submit([ContactPeer(peer)])
 
     def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
@@ -229,6 +227,14 @@ class Exchange:
             num_free_blocks=self._memory.blocks.num_free,
             software_version=__version__,
         )
+
+    def _check_is_another(self, peer: PeerAddress, param: str, advice: str) -> None:
+        if peer.instance_id == self.address.instance_id:
+            raise RequestError(
+                f"{peer.instance_id} is this instance itself: {advice}",
+                param=f"kv_transfer_params.{param}",
+                code="invalid_value",
+            )
 
     def _check_address(self, control_address: str) -> None:
         scheme, _, rest = control_address.partition("://")
