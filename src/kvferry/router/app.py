@@ -161,6 +161,7 @@ class Routes:
             "is_draining": view.is_draining,
             "num_inflight": view.num_inflight,
             "identity": msgspec.to_builtins(view.identity),
+            "control_address": self.tools.config.engines.control_addresses.get(view.url),
         }
 
     async def unknown(self, request: web.Request) -> web.Response:

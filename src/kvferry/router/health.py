@@ -15,6 +15,7 @@ from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
 from kvferry.router.fleet import Fleet, Health
 from kvferry.router.identities import IdentitySource
+from kvferry.router.identity import InstanceIdentity
 from kvferry.router.leg_wait import LegWaits
 from kvferry.router.running_timeout import running_timeout
 from kvferry.router.upstream import LegFailedError, Upstream
@@ -60,7 +61,8 @@ class HealthMonitor:
         self._times = times
         self._wanted = {url: asyncio.Event() for url in fleet.urls}
         self._tasks: list[asyncio.Task[None]] = []
-        self._unknown: set[str] = set()
+        self._noted: set[str] = set()
+        """Well, but something about them was said already."""
 
     async def start(self) -> None:
         """Probe all once, which takes up to the probe's timeout, then keep probing."""
@@ -146,15 +148,32 @@ class HealthMonitor:
             self._note_unknown(url, f"it cannot be asked who it is: {error}")
         else:
             self._fleet.set_identity(url, identity)
-            self._unknown.discard(url)
+            other = None if identity is None else self._other_layout(identity)
+            if other is None:
+                self._noted.discard(url)
+                return
+            detail = (
+                f"the layout of its KV differs from that of {other}: nothing moves between them; "
+                "kvferry doctor names what differs"
+            )
+            self._note(url, "two instances have different layouts", detail)
+
+    def _other_layout(self, identity: InstanceIdentity) -> str | None:
+        """Return an instance with which one of ``identity`` exchanges nothing, if there is any."""
+        fleet = self._fleet
+        others = (url for url in fleet.urls if identity.differs_from(fleet.identity(url)))
+        return next(others, None)
 
     def _note_unknown(self, url: str, detail: str) -> None:
-        """Say once, until it is known, why an instance takes no part in pushes and read-backs."""
+        """Say why an instance takes no part in pushes and read-backs."""
+        self._note(url, "an instance does not say who it is", detail)
+
+    def _note(self, url: str, what: str, detail: str) -> None:
+        """Show what is wrong with an instance that is well; logged once, until it is right."""
         self._fleet.set_detail(url, detail)
-        if url not in self._unknown:
-            self._unknown.add(url)
-            fields = {"instance": url, "detail": detail}
-            _log.warning("an instance does not say who it is", extra={"fields": fields})
+        if url not in self._noted:
+            self._noted.add(url)
+            _log.warning(what, extra={"fields": {"instance": url, "detail": detail}})
 
     def _record(self, url: str, health: Health, detail: str) -> None:
         before = self._fleet.health(url)

@@ -116,6 +116,7 @@ def identity_from(info: InstanceInfo) -> InstanceIdentity:
         instance_id=info.instance_id,
         epoch=info.epoch,
         control_address=info.control_address,
+        fingerprint=info.fingerprint.hex(),
         capabilities=info.capabilities,
         num_blocks=info.num_blocks,
         num_free_blocks=info.num_free_blocks,

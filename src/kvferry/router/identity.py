@@ -21,6 +21,8 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Annotated[Epoch, Meta(ge=0)]
     control_address: Annotated[str, Meta(min_length=1)]
     """ZeroMQ endpoint of its control port."""
+    fingerprint: str = ""
+    """Of the layout of its KV: only between equal ones anything moves. Empty: it does not tell."""
     capabilities: tuple[str, ...] = ()
     num_blocks: _Count = 0
     num_free_blocks: _Count = 0
@@ -34,6 +36,12 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def can_read_back(self) -> bool:
         """Whether it takes part in read-backs, on either side."""
         return HISTORY_CAPABILITY in self.capabilities
+
+    def differs_from(self, other: InstanceIdentity | None) -> bool:
+        """Whether nothing can move between the two."""
+        if other is None or not (self.fingerprint and other.fingerprint):
+            return False
+        return self.fingerprint != other.fingerprint
 
     @property
     def free_share(self) -> float:

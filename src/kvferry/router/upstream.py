@@ -223,4 +223,7 @@ def _mapped(error: Exception) -> LegFailedError:
     # A timeout of the whole leg is raised by whoever set it; what arrives here is connecting.
     if isinstance(error, aiohttp.ClientConnectorError | TimeoutError | asyncio.TimeoutError):
         return LegFailedError(LegFailure.UNREACHABLE, str(error) or "connecting took too long")
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+        # Their own words are of chunks and encodings, and this ends up before clients.
+        return LegFailedError(LegFailure.BROKEN, "its connection ended before its answer did")
     return LegFailedError(LegFailure.BROKEN, str(error) or type(error).__name__)

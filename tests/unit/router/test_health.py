@@ -13,6 +13,7 @@ import pytest
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 
+from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.router.fleet import Fleet, Health
 from kvferry.router.health import HealthMonitor, ProbeTimes
 from kvferry.router.identities import IdentitySource
@@ -152,3 +153,45 @@ def test_with_the_default_times_silence_takes_less_than_ten_seconds() -> None:
     found_s = times.interval_s + times.doubted_interval_s + 2 * times.timeout_s
     assert identity_s + found_s < 10
     assert times.min_silence_s < times.doubted_interval_s + 2 * times.timeout_s
+
+
+class _Layouts:
+    """Instances that say of what layout they are."""
+
+    def __init__(self, **fingerprints: str) -> None:
+        self.fingerprints = fingerprints
+
+    async def identify(self, url: str, known: InstanceIdentity | None) -> InstanceIdentity | None:
+        name = url.removeprefix("http://")
+        fingerprint = self.fingerprints[name]
+        return InstanceIdentity(
+            instance_id=InstanceId(name),
+            epoch=Epoch(1),
+            control_address="tcp://a:1",
+            fingerprint=fingerprint,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+async def test_instances_of_different_layouts_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, layouts = Fleet(["http://p"], ["http://d", "http://e"]), _Layouts(p="a", d="b", e="")
+    monitor = HealthMonitor(
+        fleet,
+        cast(Upstream, _Upstream(FakeClock(), *[_WELL] * 12)),
+        layouts,
+        LegWaits(fleet.urls, FakeClock(), min_silence_s=3.0),
+        ProbeTimes(60.0, 1.0),
+    )
+    for _ in range(2):
+        await monitor.probe_all()
+    details = {url: fleet.detail(url) for url in fleet.urls}
+    assert "differs from that of http://d" in details["http://p"]
+    assert "differs from that of http://p" in details["http://d"]
+    assert details["http://e"] == ""
+    assert len([r for r in caplog.records if "different layouts" in r.message]) == 2
+    layouts.fingerprints["d"] = "a"
+    for _ in range(2):
+        await monitor.probe_all()
+    assert [fleet.detail(url) for url in fleet.urls] == ["", "", ""]
