@@ -90,22 +90,32 @@ class VllmProcess:
         """End every process of it and remove what they leave in shared memory. Safe to repeat."""
         if not self._process.has_started:
             return
-        members = session_members(self._process.pid)
-        left = {path for pid in members for path in shared_memory_of(pid)}
+        left = self._shared_memory()
         self.resume()
         await self._process.stop(_GRACE_S)
-        await self._end_session()
+        left |= await self._end_session()
         for path in left:
             path.unlink(missing_ok=True)
 
-    async def _end_session(self) -> None:
+    async def _end_session(self) -> set[Path]:
+        """Kill what has outlived the first process; return what of it was in shared memory.
+
+        One that is still starting shares more than it did when it was told to end.
+        """
         began_s = self._clock.monotonic_s()
+        left: set[Path] = set()
         while session_members(self._process.pid):
+            left |= self._shared_memory()
             for_s = self._clock.monotonic_s() - began_s
             if for_s >= _END_S:
                 raise ClusterError(f"processes of {self._process.name} do not end")
             kill_session(self._process.pid, trackers_too=for_s >= _TRACKERS_S)
             await asyncio.sleep(_POLL_S)
+        return left
+
+    def _shared_memory(self) -> set[Path]:
+        members = session_members(self._process.pid)
+        return {path for pid in members for path in shared_memory_of(pid)}
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in session_members(self._process.pid):

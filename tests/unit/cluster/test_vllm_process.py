@@ -71,6 +71,7 @@ async def test_nothing_of_it_is_left(process: VllmProcess, is_paused: bool) -> N
     await process.stop()
     assert session_members(process.pid) == []
     assert [path.exists() for path in (*shared, semaphore)] == [False, False]
+    assert not list(Path("/dev/shm").glob(f"kvferry-test-{process.pid}*"))
     assert process.has_ended
 
 
