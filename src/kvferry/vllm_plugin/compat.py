@@ -17,6 +17,8 @@ class EngineFacts:
     """What the plugin has to know of an engine's configuration."""
 
     load_failure_policy: str
+    role: str
+    """``kv_role``."""
     has_prefix_caching: bool
     pipeline_parallel_size: int
     tensor_parallel_size: int
@@ -64,6 +66,11 @@ def unsupported(facts: EngineFacts) -> list[str]:
         (
             policy != "recompute",
             f"kv_load_failure_policy {policy!r} (set it to 'recompute' in --kv-transfer-config)",
+        ),
+        (
+            # With asynchronous scheduling vLLM takes less care of blocks in flight for another.
+            facts.role != "kv_both",
+            f"kv_role {facts.role!r} (set it to 'kv_both': the router gives out the roles)",
         ),
         (not facts.has_prefix_caching, "prefix caching off (leave it on)"),
         *_parallelism(facts),

@@ -33,6 +33,7 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
     spec = groups[0].kv_cache_spec if groups else None
     return EngineFacts(
         load_failure_policy=transfer.kv_load_failure_policy if transfer else "fail",
+        role=str(transfer.kv_role) if transfer else "",
         has_prefix_caching=bool(config.cache_config.enable_prefix_caching),
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,

@@ -14,6 +14,7 @@ from kvferry.vllm_plugin.settings import PluginSettings, WorkerRank, parse_setti
 
 _GOOD = EngineFacts(
     load_failure_policy="recompute",
+    role="kv_both",
     has_prefix_caching=True,
     pipeline_parallel_size=1,
     tensor_parallel_size=1,
@@ -130,6 +131,7 @@ def test_a_supported_configuration_is_taken(num_ranks: int) -> None:
     ("change", "named"),
     [
         ({"load_failure_policy": "fail"}, "kv_load_failure_policy 'fail'"),
+        ({"role": "kv_producer"}, "kv_role 'kv_producer'"),
         ({"has_prefix_caching": False}, "prefix caching off"),
         ({"pipeline_parallel_size": 2}, "pipeline"),
         ({"num_hosts": 2}, "several hosts"),
