@@ -183,3 +183,5 @@ async def test_the_process_asks_control_ports_with_its_cluster_key(tmp_path: Pat
                 shown = await response.json()
     names = [shown[role][0]["identity"]["instance_id"] for role in ("prefill", "decode")]
     assert names == ["p", "d"]
+    given = [shown[role][0]["control_address"] for role in ("prefill", "decode")]
+    assert given == [p.address, d.address]

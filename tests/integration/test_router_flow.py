@@ -285,7 +285,7 @@ async def test_small_endpoints() -> None:
             fleet = await response.json()
         assert fleet["prefill"] == [
             {"url": world.p.url, "health": "healthy", "detail": "", "is_draining": False,
-             "num_inflight": 0, "identity": None}
+             "num_inflight": 0, "identity": None, "control_address": None}
         ]  # fmt: skip
         async with world.client.get(base + PATH) as response:
             assert response.status == 404

@@ -24,7 +24,8 @@ def test_two_servers_are_well(prefill: VllmServer, decode: VllmServer, tmp_path:
     assert all(item["http"]["engine"].startswith("vLLM") for item in record["facts"]["instances"])
     pairs = record["facts"]["pairs"]
     assert len(pairs) == 2
-    assert all(len(pair["long"]) == 2 and not pair["outcome"] for pair in pairs)
+    # More where the host is busy.
+    assert all(len(pair["long"]) >= 2 and not pair["outcome"] for pair in pairs)
 
 
 def test_servers_without_their_control_ports_are_said_to_be_unchecked(

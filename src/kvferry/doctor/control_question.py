@@ -2,13 +2,16 @@
 
 Owns a socket and its monitor for one question; blocks for at most the given time. What ZeroMQ does
 on a connection (connected, handshake failed) says what a mere silence would not: that nobody
-listens, or that the cluster key is another one.
+listens, or that the cluster key is another one. What is no answer may be another program's: so the
+port is then asked once more, plainly, whether it speaks ZeroMQ's protocol at all.
 """
 
 from __future__ import annotations
 
+import socket as plain_socket
 import time
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -20,6 +23,19 @@ from kvferry.protocol.curve_keys import derive_curve_keys
 from kvferry.protocol.messages import InstanceInfo, InstanceQuery
 
 _SEQUENCE = 1
+_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
+"""What either side of ZeroMQ's protocol sends first."""
+_PROVOCATION = b"\r\n\r\n"
+"""Ends the first line and the head of whatever else the port may wait for."""
+_MAX_GREETING_WAIT_S = 1.0
+_NO_ANSWERS = frozenset(
+    {
+        ControlEnd.KEY_REFUSED,
+        ControlEnd.KEY_WANTED,
+        ControlEnd.SILENT,
+        ControlEnd.NOT_UNDERSTOOD,
+    }
+)
 _CONNECTED = zmq.Event.CONNECTED
 _HANDSHAKE_DONE = zmq.Event.HANDSHAKE_SUCCEEDED
 _HANDSHAKE_FAILED = (
@@ -59,8 +75,17 @@ class _Connection:
 
 def ask_control_port(address: str, cluster_key: bytes | None, timeout_s: float) -> ControlFacts:
     """Return what answers at ``address`` (``tcp://host:port``) within ``timeout_s``."""
+    found = _ask(address, cluster_key, timeout_s)
+    if found.end in _NO_ANSWERS and _is_other_program(
+        address, min(timeout_s, _MAX_GREETING_WAIT_S)
+    ):
+        return ControlFacts(address=address, end=ControlEnd.OTHER_PROGRAM)
+    return found
+
+
+def _ask(address: str, cluster_key: bytes | None, timeout_s: float) -> ControlFacts:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = _socket(context, cluster_key)
+    socket = control_socket(context, cluster_key)
     monitor = socket.get_monitor_socket(_WATCHED)
     try:
         socket.connect(address)
@@ -79,6 +104,18 @@ def ask_control_port(address: str, cluster_key: bytes | None, timeout_s: float) 
         context.term()
 
 
+def _is_other_program(address: str, timeout_s: float) -> bool:
+    """Whether something is heard at ``address`` that does not begin as ZeroMQ does."""
+    try:
+        parts = urlsplit(address)
+        asked = (parts.hostname or "", parts.port or 0)
+        with plain_socket.create_connection(asked, timeout_s) as connection:
+            connection.sendall(_SIGNATURE + _PROVOCATION)
+            return connection.recv(1) != _SIGNATURE[:1]
+    except (OSError, ValueError):
+        return False  # Nothing was heard, which a process that stands still would do too.
+
+
 class _Deadline:
     def __init__(self, timeout_s: float) -> None:
         self._end_s = time.monotonic() + timeout_s
@@ -87,9 +124,10 @@ class _Deadline:
         return max(0, int(1e3 * (self._end_s - time.monotonic())))
 
 
-def _socket(
+def control_socket(
     context: zmq.Context[zmq.Socket[bytes]], cluster_key: bytes | None
 ) -> zmq.Socket[bytes]:
+    """Return a socket for one control port, which must have the same cluster key."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -123,7 +123,8 @@ async def _instance(
     http = await questions.instance(url)
     if address is None and http.info is not None:
         address = http.info.control_address
-    facts = InstanceFacts(url=url, http=http)
+    is_given = url in assignment.control_addresses
+    facts = InstanceFacts(url=url, http=http, is_control_given=is_given)
     if address is None:
         return facts
     facts = replace(facts, control=await ask(address))

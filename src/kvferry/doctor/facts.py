@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from kvferry.connector.config import is_loopback
 from kvferry.protocol.messages import InstanceInfo
+from kvferry.protocol.params import PeerAddress
 
 LOOPBACK = "loopback"
 """The one name of every loopback address: there they all mean the same host."""
@@ -30,6 +31,8 @@ class ControlEnd(enum.StrEnum):
     """There is a connection, and no answer came in time."""
     NOT_UNDERSTOOD = "not_understood"
     """The answer is of an unsupported version, or is no answer of kvferry's."""
+    OTHER_PROGRAM = "other_program"
+    """What listens there does not speak ZeroMQ's protocol: it is no control port at all."""
     BAD_ADDRESS = "bad_address"
 
 
@@ -96,6 +99,8 @@ class InstanceFacts:
     http: HttpFacts
     control: ControlFacts | None = None
     advertised: ControlFacts | None = None
+    is_control_given: bool = False
+    """The doctor's user named the control address, by ``--control``."""
 
     @property
     def info(self) -> InstanceInfo | None:
@@ -125,7 +130,11 @@ class RoutedInstance:
     detail: str = ""
     is_draining: bool = False
     control_address: str = ""
-    """Empty: the router does not know it."""
+    """The one that the router was given, else what the instance told it; empty: unknown to it."""
+    is_control_given: bool = False
+    """The router was given it, and asks there."""
+    is_identified: bool = True
+    """The router knows who it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +174,8 @@ class PairFacts:
     error: str = ""
     remedy: str = ""
     """For that error; empty: unknown."""
+    answered_by: PeerAddress | None = None
+    """Who answered the prefill legs at the source's URL; None: nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +208,11 @@ class DeploymentFacts:
             if instance.url == url:
                 return instance
         raise KeyError(url)
+
+    def routed(self, url: str) -> RoutedInstance | None:
+        """Return the instance with that URL as the first router that has it shows it."""
+        found = (item for router in self.routers for item in router.fleet if item.url == url)
+        return next(found, None)
 
 
 def host_of(address: str) -> str:

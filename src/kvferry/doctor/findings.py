@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.doctor.control_checks import common_findings
 from kvferry.doctor.facts import DeploymentFacts
 from kvferry.doctor.finding import Finding, Result
 from kvferry.doctor.fleet_checks import fleet_findings
@@ -16,7 +17,9 @@ def findings_of(facts: DeploymentFacts) -> list[Finding]:
     are_hosts_mixed = len({instance.host for instance in facts.instances}) > 1
     found: list[Finding] = []
     for instance in facts.instances:
-        found += instance_findings(instance, are_hosts_mixed=are_hosts_mixed)
+        routed = facts.routed(instance.url)
+        found += instance_findings(instance, routed, are_hosts_mixed=are_hosts_mixed)
+    found += common_findings(facts)
     found += fleet_findings(facts)
     found += transfer_findings(facts)
     return found

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvferry import __version__
-from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RouterFacts
+from kvferry.doctor.control_checks import shared_address
+from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RoutedInstance, RouterFacts
 from kvferry.doctor.finding import Check, Finding
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION, is_supported
@@ -20,6 +21,15 @@ SIGNATURE_VALIDITY_S = 60.0
 _CLOCK_MARGIN_S = 5.0
 _HEALTHY = "healthy"
 _SUSPECT = "suspect"
+_SAME_KEY_REMEDY = (
+    "give the router and that instance the same cluster key, or correct the router's --control"
+)
+_NOTED_REMEDY = (
+    "mend what is said of that instance here; if nothing is, look whether it is overloaded"
+)
+_ASK_ROUTER_REMEDY = (
+    "look whether that instance hangs, and whether the router's --control and cluster key are its"
+)
 _FIELD_REMEDIES = {
     "weights_digest": "serve the same weights on all instances",
     "config_digest": "serve the same model configuration on all instances (rope overrides, "
@@ -61,10 +71,32 @@ def _routed(router: RouterFacts) -> Iterator[Finding]:
     for role in ("prefill", "decode"):
         if not any(item.role == role for item in router.fleet):
             yield check.failed(f"it has no {role} instance", f"give it one by --{role}")
-    if not unwell and router.fleet:
+    nameless = list(_nameless(check, router.fleet))
+    yield from nameless
+    if not (unwell or nameless) and router.fleet:
         roles = Counter(item.role for item in router.fleet)
         counts = ", ".join(f"{count} {role}" for role, count in roles.items())
         yield check.ok(f"{counts}, all healthy")
+
+
+def _nameless(check: Check, fleet: Sequence[RoutedInstance]) -> Iterator[Finding]:
+    """Yield the healthy instances that do not tell the router who they are, each once."""
+    for item in {item.url: item for item in fleet if item.health == _HEALTHY}.values():
+        found, remedy = f"it finds {item.url} healthy, but", _ASK_ROUTER_REMEDY
+        if item.is_identified:
+            if item.detail:
+                yield check.warning(f"{found} {item.detail}", _NOTED_REMEDY)
+            continue
+        if item.is_control_given:
+            found += f" got no answer at its control port {item.control_address}"
+            remedy = _SAME_KEY_REMEDY
+        else:
+            found += " did not learn who it is"
+        if item.detail:
+            yield check.failed(f"{found}: {item.detail}", remedy)
+        elif item.is_control_given:
+            # Between a probe and its question to the control port the router shows no reason.
+            yield check.warning(f"{found} yet", remedy)
 
 
 def _identities(known: Sequence[InstanceFacts]) -> Iterator[Finding]:
@@ -79,7 +111,7 @@ def _identities(known: Sequence[InstanceFacts]) -> Iterator[Finding]:
                 f"{urls} are different processes with one instance id",
                 "give each instance an id of its own (--instance-id, instance_id in vLLM)",
             )
-        elif len(alike) > 1:
+        elif len(alike) > 1 and not shared_address(alike):
             yield Check("identity", name).warning(
                 f"{urls} are the same instance", "give each instance once"
             )

@@ -1,8 +1,9 @@
 """Real handoffs between two instances, over HTTP alone: what they cost, or why they fail.
 
 Owns the two legs and their times. kvferry's own engine reports bytes and times in its answer. vLLM
-does not: there the same request is sent again, which finds its blocks in the target's own cache,
-and what the first one took longer is the move.
+does not: there the same handoff is made again, which finds its blocks in the target's own cache,
+and what the first one took longer is the move. Nothing of a prompt is retained, and an offer that
+nobody takes is ended.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 
 import msgspec
 
-from kvferry.doctor.facts import HandoffSample, InstanceFacts, PairFacts
+from kvferry.doctor.control_checks import is_another
+from kvferry.doctor.facts import ControlEnd, HandoffSample, InstanceFacts, PairFacts
 from kvferry.doctor.http_client import HttpClient
 from kvferry.doctor.http_questions import HttpQuestions
-from kvferry.doctor.transfer_checks import CLIENT_NOISE_S
+from kvferry.doctor.offer_release import HeldOffer, release_offer
+from kvferry.doctor.transfer_checks import CLIENT_NOISE_S, seems_slow
 from kvferry.errors import FerryError, MeasurementError, PeerUnreachableError
 from kvferry.protocol.ids import TransferId, new_transfer_id
-from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params
+from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role, emit_params
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign
 
 RECEIVED = "received"
@@ -31,6 +34,8 @@ MIN_SHORT_TOKENS = 80
 """Above the default recompute threshold, below which nothing is moved."""
 MAX_POOL_SHARE = 0.2
 """Of the smaller pool for one prompt: finished prefills may hold a quarter by default."""
+MAX_FURTHER_SAMPLES = 6
+"""Of the long prompt, where it seems slow: other work on the host makes any one of them so."""
 _MAX_TOKENS = 2
 """The first may come with the handoff; the second needs the blocks."""
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 3, 250
@@ -48,6 +53,10 @@ class HandoffFailedError(MeasurementError):
         super().__init__(message)
         self.outcome = outcome
         self.remedy = remedy
+
+
+class _AnotherAnsweredError(MeasurementError):
+    """The source's URL is another instance's than its control port: no result would be its."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,7 @@ class _Pair:
     target: InstanceFacts
     short: list[HandoffSample] = field(default_factory=list)
     long: list[HandoffSample] = field(default_factory=list)
+    answered_by: PeerAddress | None = None
 
     @property
     def is_reported(self) -> bool:
@@ -107,6 +117,7 @@ class _Pair:
             outcome=outcome or (error.outcome if error else ""),
             error=str(error) if error else "",
             remedy=error.remedy if error else "",
+            answered_by=self.answered_by,
         )
 
 
@@ -137,24 +148,34 @@ class HandoffProbe:
                     "the pools or the model's length are too small for a prompt to move",
                     remedy="give the instances more KV memory",
                 )
-            before = {} if pair.is_reported else await self._questions.receives(target.url)
-            await self._hand_over(pair, lengths.short)
-            if not pair.is_reported:
-                await self._require_counted(pair, before)
-            for _ in range(self._plan.repeats):
-                pair.short += await self._hand_over(pair, lengths.short)
-                pair.long += await self._hand_over(pair, lengths.long)
-            if not pair.long:
-                raise HandoffFailedError(
-                    f"the target computed {lengths.long} tokens itself",
-                    remedy="lower its recompute threshold, or try with more --tokens",
-                )
-            outcome = "" if pair.is_reported else await self._failed_outcome(pair, before)
+            outcome = await self._sample(pair, lengths)
+        except _AnotherAnsweredError:
+            return pair.facts()
         except HandoffFailedError as error:
             return pair.facts(error)
         except FerryError as error:
             return pair.facts(HandoffFailedError(str(error)))
         return pair.facts(outcome=outcome)
+
+    async def _sample(self, pair: _Pair, lengths: Lengths) -> str:
+        """Hand over as planned; return the outcome of a receive that failed, if one did."""
+        before = {} if pair.is_reported else await self._questions.receives(pair.target.url)
+        await self._hand_over(pair, lengths.short)
+        if not pair.is_reported:
+            await self._require_counted(pair, before)
+        for _ in range(self._plan.repeats):
+            pair.short += await self._hand_over(pair, lengths.short)
+            pair.long += await self._hand_over(pair, lengths.long)
+        if not pair.long:
+            raise HandoffFailedError(
+                f"the target computed {lengths.long} tokens itself",
+                remedy="lower its recompute threshold, or try with more --tokens",
+            )
+        for _ in range(MAX_FURTHER_SAMPLES):
+            if not seems_slow(pair.facts(), pair.source, pair.target):
+                break
+            pair.long += await self._hand_over(pair, lengths.long)
+        return "" if pair.is_reported else await self._failed_outcome(pair, before)
 
     async def _hand_over(self, pair: _Pair, num_tokens: int) -> list[HandoffSample]:
         """Hand one prompt over; return nothing where the target preferred to compute it."""
@@ -167,17 +188,28 @@ class HandoffProbe:
             "ignore_eos": True,
             "cache_salt": secrets.token_hex(16),
         }
-        transfer_id = new_transfer_id()
-        offered = await self._prefill(pair.source, body, transfer_id)
-        try:
-            answer, took_s = await self._decode(pair, body, transfer_id, offered)
-        except FerryError:
-            await self._withdraw(pair.source, transfer_id)
-            raise
+        answer, took_s = await self._both_legs(pair, body)
         if pair.is_reported:
             return _reported(answer, num_tokens)
-        _, again_s = await self._complete(pair.target, body, None, transfer_id)
+        # As a handoff again, since a request of its own would be retained as a conversation.
+        _, again_s = await self._both_legs(pair, body)
         return [_timed(pair.target, num_tokens, took_s, again_s)]
+
+    async def _both_legs(self, pair: _Pair, body: _Json) -> tuple[_Json, float]:
+        """Return decode's answer, and how long that leg took."""
+        transfer_id = new_transfer_id()
+        offered = await self._prefill(pair.source, body, transfer_id)
+        pair.answered_by = holder = _holder_of(offered)
+        try:
+            if is_another(pair.source, holder):
+                raise _AnotherAnsweredError(f"{pair.source.url} is another instance")
+            answer, took_s = await self._decode(pair, body, transfer_id, offered)
+            if pair.is_reported:
+                _require_received(answer)
+        except FerryError:
+            await self._withdraw(pair.source, transfer_id, holder)
+            raise
+        return answer, took_s
 
     async def _prefill(self, source: InstanceFacts, body: _Json, transfer_id: TransferId) -> _Json:
         params = KvTransferParams(transfer_id=transfer_id, role=Role.PREFILL)
@@ -205,12 +237,10 @@ class HandoffProbe:
         return await self._complete(pair.target, {**body, **extra}, fields, transfer_id)
 
     async def _complete(
-        self, at: InstanceFacts, body: _Json, params: _Json | None, transfer_id: TransferId
+        self, at: InstanceFacts, body: _Json, params: _Json, transfer_id: TransferId
     ) -> tuple[_Json, float]:
         """Return an answer and how long it took."""
-        fields = {**body, "model": at.http.model}
-        if params is not None:
-            fields["kv_transfer_params"] = params
+        fields = {**body, "model": at.http.model, "kv_transfer_params": params}
         encoded = msgspec.json.encode(fields)
         try:
             reply = await self._client.post(
@@ -234,12 +264,19 @@ class HandoffProbe:
         expires_at_s = int(time.time()) + _SIGNED_FOR_S
         return {SIGNATURE_HEADER: sign(self._cluster_key, body, transfer_id, expires_at_s)}
 
-    async def _withdraw(self, source: InstanceFacts, transfer_id: TransferId) -> None:
-        """Let the source drop what it holds; without kvferry's own engine its lease ends it."""
-        with contextlib.suppress(PeerUnreachableError):
-            await self._client.delete(
-                f"{source.url}/kvferry/transfers/{transfer_id}", self._questions.timeout_s
-            )
+    async def _withdraw(
+        self, source: InstanceFacts, transfer_id: TransferId, holder: PeerAddress | None
+    ) -> None:
+        """Have what the source holds dropped at once; otherwise its lease would end it."""
+        timeout_s = self._questions.timeout_s
+        if source.http.info is not None:
+            with contextlib.suppress(PeerUnreachableError):
+                await self._client.delete(
+                    f"{source.url}/kvferry/transfers/{transfer_id}", timeout_s
+                )
+        elif holder is not None:
+            offer = _held_by(source, holder, transfer_id)
+            await asyncio.to_thread(release_offer, offer, self._cluster_key, timeout_s)
 
     async def _require_counted(self, pair: _Pair, before: dict[str, float]) -> None:
         """Raise ``HandoffFailedError`` unless the target counts a receive that went well."""
@@ -280,15 +317,39 @@ class _Report(msgspec.Struct, frozen=True):
     receive_outcome: str = ""
 
 
-def _reported(answer: _Json, num_tokens: int) -> list[HandoffSample]:
+def _holder_of(offered: _Json) -> PeerAddress | None:
     try:
-        report = msgspec.convert(answer.get("kv_report"), _Report)
+        return msgspec.convert(offered.get("peer"), PeerAddress)
+    except msgspec.ValidationError:
+        return None
+
+
+def _held_by(source: InstanceFacts, holder: PeerAddress, transfer_id: TransferId) -> HeldOffer:
+    """Return the offer with the holder at the address that has answered the doctor, if it is it."""
+    control, num_ranks = source.control, 1
+    if control is not None and control.info is not None and control.end is ControlEnd.ANSWERED:
+        num_ranks = control.info.layout.tensor_parallel_size
+        if control.info.epoch == holder.epoch:
+            holder = PeerAddress(holder.instance_id, holder.epoch, control.address)
+    return HeldOffer(holder, num_ranks, transfer_id)
+
+
+def _report_in(answer: _Json) -> _Report:
+    try:
+        return msgspec.convert(answer.get("kv_report"), _Report)
     except msgspec.ValidationError as error:
         raise HandoffFailedError(f"the answer has no usable kv_report: {error}") from error
-    if report.receive_outcome not in ("", RECEIVED):
-        raise HandoffFailedError(
-            f"the blocks did not come: {report.receive_outcome}", outcome=report.receive_outcome
-        )
+
+
+def _require_received(answer: _Json) -> None:
+    """Raise ``HandoffFailedError`` if a receive was tried and failed."""
+    outcome = _report_in(answer).receive_outcome
+    if outcome not in ("", RECEIVED):
+        raise HandoffFailedError(f"the blocks did not come: {outcome}", outcome=outcome)
+
+
+def _reported(answer: _Json, num_tokens: int) -> list[HandoffSample]:
+    report = _report_in(answer)
     if not report.num_received_bytes or report.kv_ready_s is None:
         return []
     return [

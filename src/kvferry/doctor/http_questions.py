@@ -61,6 +61,7 @@ class _Routed(msgspec.Struct, frozen=True):
     detail: str = ""
     is_draining: bool = False
     identity: _Identity | None = None
+    control_address: str | None = None
 
 
 class _Fleet(msgspec.Struct, frozen=True):
@@ -122,13 +123,16 @@ class HttpQuestions:
 
 
 def _routed(role: str, item: _Routed) -> RoutedInstance:
+    told = item.identity.control_address if item.identity else ""
     return RoutedInstance(
         url=item.url.rstrip("/"),
         role=role,
         health=item.health,
         detail=item.detail,
         is_draining=item.is_draining,
-        control_address=item.identity.control_address if item.identity else "",
+        control_address=item.control_address or told,
+        is_control_given=bool(item.control_address),
+        is_identified=item.identity is not None,
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from kvferry.doctor.facts import LOOPBACK, ControlEnd, ControlFacts, InstanceFacts, host_of
+from kvferry.doctor.control_checks import answers_in, control_finding, how_it_ended, no_control
+from kvferry.doctor.facts import LOOPBACK, ControlEnd, InstanceFacts, RoutedInstance, host_of
 from kvferry.doctor.finding import Check, Finding
 
 CAPABILITIES = ("pull", "push", "history")
@@ -16,24 +17,15 @@ _MEANING = {"pull": "handoffs by pull", "push": "handoffs by push", "history": "
 MIN_FREE_SHARE = 0.1
 MAX_QUARANTINED_SHARE = 0.05
 _WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
-_CONTROL_REMEDIES = {
-    ControlEnd.NOBODY: "start the instance, or correct the address or the firewall: peers need "
-    "this port as much as the doctor",
-    ControlEnd.KEY_REFUSED: "give --cluster-key-file (or KVFERRY_CLUSTER_KEY) the key that the "
-    "instance was started with, or leave it out if the instance has none",
-    ControlEnd.KEY_WANTED: "give the instance's cluster key by --cluster-key-file or "
-    "KVFERRY_CLUSTER_KEY; if it has none, another program listens on that port",
-    ControlEnd.SILENT: "look whether the process hangs or is stopped, and whether the port is a "
-    "kvferry control port of a version from this one's last",
-    ControlEnd.NOT_UNDERSTOOD: "run the same kvferry version here and there",
-    ControlEnd.BAD_ADDRESS: "write it as tcp://HOST:PORT, an IPv6 host in brackets",
-}
 
 
-def instance_findings(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Iterator[Finding]:
+def instance_findings(
+    instance: InstanceFacts, routed: RoutedInstance | None = None, *, are_hosts_mixed: bool
+) -> Iterator[Finding]:
     """Yield the findings of one instance; its URL is the subject while it does not say who it is.
 
-    ``are_hosts_mixed``: the deployment's instances are on more than one host.
+    ``routed`` is what a router shows of it; ``are_hosts_mixed``: the deployment's instances are on
+    more than one host.
     """
     yield _http(instance)
     if instance.http.info_error:
@@ -43,9 +35,9 @@ def instance_findings(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Iter
         )
     if instance.control is None:
         if not instance.http.error and not instance.http.info_error:
-            yield _no_control(instance)
+            yield no_control(instance, routed)
         return
-    yield _control(instance, instance.control)
+    yield control_finding(instance, instance.control, routed)
     if instance.info is None:
         return
     advertised = _advertised(instance, are_hosts_mixed=are_hosts_mixed)
@@ -70,59 +62,7 @@ def _http(instance: InstanceFacts) -> Finding:
             "give --api-key if the instance asks for one: without the model's name no handoff can "
             "be tried",
         )
-    return check.ok(f"{instance.url} is healthy and {_answers(http.round_trip_s)}")
-
-
-def _answers(round_trip_s: float | None) -> str:
-    return "answers" if round_trip_s is None else f"answers in {1e3 * round_trip_s:.1f} ms"
-
-
-def _no_control(instance: InstanceFacts) -> Finding:
-    return Check("control port", instance.name).warning(
-        f"{instance.http.engine or 'the server'} does not say over HTTP who it is, and no control "
-        "port was given: nothing of its KV can be checked",
-        f"add --control {instance.url}=tcp://HOST:PORT with the control_port of its "
-        "kv_connector_extra_config",
-    )
-
-
-def _control(instance: InstanceFacts, control: ControlFacts) -> Finding:
-    check = Check("control port", instance.name)
-    if control.end is not ControlEnd.ANSWERED or control.info is None:
-        detail = f": {control.detail}" if control.detail else ""
-        return check.failed(
-            f"{control.address} {_how_it_ended(control.end)}{detail}",
-            _CONTROL_REMEDIES.get(control.end, ""),
-        )
-    shown = instance.http.info
-    if shown is not None and (shown.instance_id, shown.epoch) != (
-        control.info.instance_id,
-        control.info.epoch,
-    ):
-        return check.failed(
-            f"{control.address} is answered by {control.info.instance_id}, another start or "
-            f"another instance than the one at {instance.url}",
-            "end the old process, or correct the address that the instance advertises",
-        )
-    return check.ok(f"{control.address} {_answers(control.round_trip_s)}")
-
-
-def _how_it_ended(end: ControlEnd) -> str:
-    match end:
-        case ControlEnd.NOBODY:
-            return "cannot be connected to"
-        case ControlEnd.KEY_REFUSED:
-            return "does not accept the cluster key"
-        case ControlEnd.KEY_WANTED:
-            return "does not accept a connection without a cluster key"
-        case ControlEnd.SILENT:
-            return "accepts a connection and does not answer"
-        case ControlEnd.NOT_UNDERSTOOD:
-            return "answers something else"
-        case ControlEnd.BAD_ADDRESS:
-            return "is no control address"
-        case ControlEnd.ANSWERED:
-            return "answers"
+    return check.ok(f"{instance.url} is healthy and {answers_in(http.round_trip_s)}")
 
 
 def _advertised(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Finding | None:
@@ -140,7 +80,7 @@ def _advertised(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Finding | 
     asked = instance.advertised
     if asked is not None and asked.end is not ControlEnd.ANSWERED:
         return check.failed(
-            f"peers are told {address}, which {_how_it_ended(asked.end)}",
+            f"peers are told {address}, which {how_it_ended(asked.end)}",
             "set the advertise host to a name or address that peers reach, and open the port",
         )
     if asked is not None and asked.info is not None and asked.info.epoch != instance.info.epoch:

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
-from kvferry.doctor.facts import LOOPBACK, DeploymentFacts, HandoffSample, HostFacts, PairFacts
+from kvferry.doctor.control_checks import is_another, misnamed_urls
+from kvferry.doctor.facts import (
+    LOOPBACK,
+    DeploymentFacts,
+    HandoffSample,
+    HostFacts,
+    InstanceFacts,
+    PairFacts,
+)
 from kvferry.doctor.finding import Check, Finding, Result
 
 MIN_SAME_HOST_BYTES_PER_S = 4e9
@@ -23,6 +32,11 @@ CLIENT_NOISE_S = 0.005
 """Two like requests differ by as much: less than that is not seen in the client's times."""
 _NIXL = "nixl"
 _LOOK = "look into both instances' logs"
+_ALLOW_ATTACH = (
+    "allow cross-memory attach: ptrace_scope 0 (sysctl kernel.yama.ptrace_scope=0), in containers "
+    "CAP_SYS_PTRACE and one process namespace; look for UCX_TLS"
+)
+_REPEAT = "the host may be busy, so repeat with --repeats 5"
 _OUTCOME_REMEDIES = {
     "unreachable": "make the source's advertised control address reachable from the target's host, "
     "with the same cluster key on both",
@@ -74,7 +88,11 @@ def _moved_s(sample: HandoffSample) -> float:
 
 def transfer_findings(facts: DeploymentFacts) -> Iterator[Finding]:
     """Yield the findings of each pair and direction, and of this host."""
-    tried = [_handoff(facts, pair) for pair in facts.pairs]
+    tried = [
+        _handoff(facts, pair)
+        for pair in facts.pairs
+        if not is_another(facts.instance(pair.source_url), pair.answered_by)
+    ]
     yield from tried
     if facts.num_pairs_left_out:
         yield Check("handoff", "other pairs").warning(
@@ -82,10 +100,7 @@ def transfer_findings(facts: DeploymentFacts) -> Iterator[Finding]:
             "raise --max-pairs to try them too",
         )
     if facts.are_transfers_wanted and not facts.pairs:
-        yield Check("handoff", "all pairs").warning(
-            "none was tried: it takes two instances that can be reached and fit each other",
-            "give at least two instances, and mend what is said above",
-        )
+        yield Check("handoff", "all pairs").warning(*_why_none_was_tried(facts))
     if facts.host is not None and _uses_nixl(facts):
         is_fine = bool(tried) and all(finding.result is Result.OK for finding in tried)
         is_far = len({instance.host for instance in facts.instances}) > 1
@@ -96,7 +111,10 @@ def transfer_findings(facts: DeploymentFacts) -> Iterator[Finding]:
 
 def _handoff(facts: DeploymentFacts, pair: PairFacts) -> Finding:
     source, target = facts.instance(pair.source_url), facts.instance(pair.target_url)
-    check, speed = Check("handoff", f"{source.name} → {target.name}"), speed_of(pair)
+    # Of these the control port has told another's name.
+    misnamed = misnamed_urls(facts)
+    names = [item.url if item.url in misnamed else item.name for item in (source, target)]
+    check, speed = Check("handoff", " → ".join(names)), speed_of(pair)
     if pair.outcome:
         return check.failed(
             f"the blocks did not come: {pair.outcome}",
@@ -105,23 +123,58 @@ def _handoff(facts: DeploymentFacts, pair: PairFacts) -> Finding:
     if pair.error or speed is None:
         return check.failed(pair.error or "nothing was moved", pair.remedy or _LOOK)
     shown = speed_words(speed)
-    if speed.num_bytes < MIN_JUDGED_BYTES or speed.is_lower_bound:
+    if not seems_slow(pair, source, target):
         return check.ok(shown)
-    is_same_host = source.host == target.host
-    transport = "" if source.info is None else source.info.transport
+    if source.host == target.host:
+        is_allowed = facts.host is None or not facts.host.ptrace_scope
+        return check.warning(
+            f"{shown}: slow for one host, so NIXL may go by TCP",
+            f"{_REPEAT}; if it stays slow, {_ALLOW_ATTACH}" if is_allowed else _ALLOW_ATTACH,
+        )
+    return check.warning(
+        f"{shown}: below a gigabit network's speed",
+        "look which network device UCX uses (UCX_NET_DEVICES), and at the link itself",
+    )
+
+
+def seems_slow(pair: PairFacts, source: InstanceFacts, target: InstanceFacts) -> bool:
+    """Whether the best handoff so far is slower than where the instances are gives reason for."""
+    speed = speed_of(pair)
+    if speed is None or speed.num_bytes < MIN_JUDGED_BYTES or speed.is_lower_bound:
+        return False
+    if source.host != target.host:
+        return speed.bytes_per_s < MIN_NETWORK_BYTES_PER_S
+    if source.info is None or source.info.transport != _NIXL:
+        return False
     least = MIN_SAME_HOST_BYTES_PER_S if speed.is_reported else MIN_SAME_HOST_TIMED_BYTES_PER_S
-    if is_same_host and transport == _NIXL and speed.bytes_per_s < least:
-        return check.warning(
-            f"{shown}: slow for one host, so NIXL seems to go by TCP",
-            "allow cross-memory attach: ptrace_scope 0 (sysctl kernel.yama.ptrace_scope=0), in "
-            "containers CAP_SYS_PTRACE and one process namespace; look for UCX_TLS",
+    return speed.bytes_per_s < least
+
+
+def _why_none_was_tried(facts: DeploymentFacts) -> tuple[str, str]:
+    """Return what is found where no pair fits, and what to do."""
+    infos = [item.info for item in facts.instances if item.info is not None]
+    pairs = [pair for pair in combinations(infos, 2) if pair[0].epoch != pair[1].epoch]
+    if pairs and all(
+        one.layout.compared_fields() != other.layout.compared_fields() for one, other in pairs
+    ):
+        return (
+            "none was tried: no pair can hand over, because their layouts differ",
+            "make the layouts alike as is said above, and ask the doctor again",
         )
-    if not is_same_host and speed.bytes_per_s < MIN_NETWORK_BYTES_PER_S:
-        return check.warning(
-            f"{shown}: below a gigabit network's speed",
-            "look which network device UCX uses (UCX_NET_DEVICES), and at the link itself",
+    if pairs and all(one.transport != other.transport for one, other in pairs):
+        return (
+            "none was tried: no pair can hand over, because their transports differ",
+            "start all instances with the same transport, and ask the doctor again",
         )
-    return check.ok(shown)
+    if len(facts.instances) > 1:
+        return (
+            "none was tried: no two instances can be reached and fit each other",
+            "mend what is said above, and ask the doctor again",
+        )
+    return (
+        "none was tried: it takes two instances that can be reached and fit each other",
+        "give at least two instances, and mend what is said above",
+    )
 
 
 def speed_words(speed: Speed) -> str:

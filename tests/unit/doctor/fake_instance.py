@@ -24,6 +24,21 @@ def offering(body: Json) -> Json:
     return {"kv_transfer_params": {"transfer_id": params["transfer_id"], "role": "decode"}}
 
 
+def offering_as(info: InstanceInfo) -> Callable[[Json], Json]:
+    """What FerryConnector's prefill answers: who holds the blocks, too."""
+    peer = {
+        "instance_id": info.instance_id,
+        "epoch": info.epoch,
+        "control_address": info.control_address,
+    }
+
+    def offer(body: Json) -> Json:
+        offered = offering(body)
+        return {"kv_transfer_params": {**offered["kv_transfer_params"], "peer": peer}}
+
+    return offer
+
+
 def plainly(_: Json) -> Json:
     """An answer that tells nothing."""
     return {"choices": []}

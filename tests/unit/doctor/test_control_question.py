@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.control import ControlContext, ControlServer
+from kvferry.connector.control import ControlServer
 from kvferry.doctor.control_question import ask_control_port
 from kvferry.doctor.facts import ControlEnd, ControlFacts
-from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.messages import Message, Released
 from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.doctor.deployment_facts import info_of
+from tests.unit.doctor.served_control_port import TIMEOUT_S, Answer, Serve, with_info
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-TIMEOUT_S = 20.0
-"""Far more than any answer takes."""
 SILENCE_S = 4.0
 """For what only ends in silence, after a connection that a busy machine may take a while for."""
 SHORT_S = 0.5
 """For what not even a connection comes of."""
 INFO = info_of("decode")
 FROM_AFAR = msgspec.msgpack.encode({"version": 99, "sequence": 1, "message": {"type": "x"}})
-Answer = Callable[[ControlServer], None]
-
-
-def _with_info(server: ControlServer) -> None:
-    for received in server.receive():
-        server.reply(received, INFO)
 
 
 def _with_message(message: Message) -> Answer:
@@ -55,56 +46,9 @@ def _with_nothing(server: ControlServer) -> None:
     server.receive()
 
 
-class _Served:
-    """A control port that answers on a thread of its own."""
-
-    def __init__(self, key: bytes | None, answer: Answer) -> None:
-        self._key, self._answer = key, answer
-        self._is_ready, self._is_over = threading.Event(), threading.Event()
-        self.address = ""
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-        assert self._is_ready.wait(TIMEOUT_S)
-
-    def _serve(self) -> None:
-        context = ControlContext(self._key)
-        config = ExchangeConfig(
-            instance_id=InstanceId("decode"), epoch=Epoch(1), cluster_key=self._key
-        )
-        server = ControlServer(context, config, lambda _: None)
-        self.address = server.address
-        self._is_ready.set()
-        while not self._is_over.is_set():
-            if server.socket.poll(20):
-                self._answer(server)
-        server.close()
-        context.close()
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive()
-
-
-Serve = Callable[[bytes | None, Answer], str]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    served: list[_Served] = []
-
-    def start(key: bytes | None, answer: Answer) -> str:
-        served.append(_Served(key, answer))
-        return served[-1].address
-
-    yield start
-    for item in served:
-        item.close()
-
-
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "with a key"])
 def test_an_instance_says_who_it_is(serve: Serve, key: bytes | None) -> None:
-    address = serve(key, _with_info)
+    address = serve(key, with_info(INFO))
     found = ask_control_port(address, key, TIMEOUT_S)
     assert (found.address, found.end, found.info) == (address, ControlEnd.ANSWERED, INFO)
     assert found.protocol_version == PROTOCOL_VERSION
@@ -124,7 +68,7 @@ def test_an_instance_says_who_it_is(serve: Serve, key: bytes | None) -> None:
 def test_a_wrong_key_is_told_from_silence_and_before_the_time_is_over(
     serve: Serve, theirs: bytes | None, ours: bytes | None, end: ControlEnd
 ) -> None:
-    address = serve(theirs, _with_info)
+    address = serve(theirs, with_info(INFO))
     assert ask_control_port(address, ours, TIMEOUT_S) == ControlFacts(address=address, end=end)
 
 
@@ -167,3 +111,55 @@ def test_what_is_no_address_is_said() -> None:
     found = ask_control_port("tcp://nowhere", None, SHORT_S)
     assert found.end is ControlEnd.BAD_ADDRESS
     assert found.detail
+
+
+class _OtherProgram:
+    """Reads until ``end`` was sent to it, answers as HTTP servers do, and closes."""
+
+    def __init__(self, end: bytes) -> None:
+        self._end = end
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        threads = []
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                break
+            threads.append(threading.Thread(target=self._answer, args=(connection,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+
+    def _answer(self, connection: socket.socket) -> None:
+        heard = b""
+        with connection:
+            while self._end not in heard:
+                piece = connection.recv(1024)
+                if not piece:
+                    return
+                heard += piece
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(params=[b"\xff", b"\n"], ids=["answers at once", "waits for a line"])
+def http_port(request: pytest.FixtureRequest) -> Iterator[str]:
+    program = _OtherProgram(request.param)
+    yield program.address
+    program.close()
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "with a key"])
+def test_another_programs_port_is_told_from_a_wrong_key(http_port: str, key: bytes | None) -> None:
+    found = ask_control_port(http_port, key, SILENCE_S)
+    assert found == ControlFacts(address=http_port, end=ControlEnd.OTHER_PROGRAM)

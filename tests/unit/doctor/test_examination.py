@@ -17,9 +17,14 @@ from kvferry.doctor.facts import (
     RoutedInstance,
     RouterFacts,
 )
+from kvferry.doctor.finding import Result
+from kvferry.doctor.findings import findings_of
+from kvferry.doctor.handoffs import HandoffPlan
 from kvferry.errors import ConfigError
+from kvferry.protocol.messages import InstanceInfo
 from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
-from tests.unit.doctor.fake_instance import FakeInstance, served
+from tests.unit.doctor.fake_instance import FakeInstance, offering_as, served
+from tests.unit.doctor.served_control_port import TIMEOUT_S, Serve, with_info
 
 P0, P1, D0 = (instance_of(info_of(name)) for name in ("prefill-0", "prefill-1", "decode-0"))
 
@@ -84,6 +89,56 @@ async def test_a_router_names_its_instances_and_their_control_ports() -> None:
     assert unasked.http.engine == "vLLM 0.32.0"
     assert [item.health for item in facts.routers[0].fleet] == ["healthy", "down"]
     assert facts.host is not None
+
+
+def _info_served(serve: Serve, name: str) -> InstanceInfo:
+    """What an instance with a control port says of itself, once its address is known."""
+    told = [info_of(name)]
+    address = serve(None, lambda server: with_info(told[0])(server))
+    told[0] = info_of(name, control_address=address)
+    return told[0]
+
+
+async def test_swapped_control_ports_are_found_by_who_answers_a_prefill(serve: Serve) -> None:
+    infos = [_info_served(serve, name) for name in ("prefill", "decode")]
+    addresses = [info.control_address for info in infos]
+    instances = [FakeInstance(prefill=offering_as(info), counts="received") for info in infos]
+    async with served(*instances):
+        urls = tuple(item.url for item in instances)
+        assignment = Assignment(
+            urls=urls,
+            control_addresses=dict(zip(urls, reversed(addresses), strict=True)),
+            timeout_s=TIMEOUT_S,
+            handoffs=HandoffPlan(num_tokens=256),
+        )
+        facts = await examine(assignment, random.Random(1), lambda _: None)
+    swapped = [
+        item
+        for item in findings_of(facts)
+        if item.check == "control port" and item.result is Result.FAILED
+    ]
+    assert [item.subject for item in swapped] == list(urls)
+    assert all("answers as" in item.found for item in swapped)
+
+
+async def test_a_control_address_that_only_a_router_was_given_is_asked(serve: Serve) -> None:
+    info = info_of("decode")
+    address = serve(b"k" * 32, with_info(info))
+    prefill, decode, router = FakeInstance(), FakeInstance(), FakeInstance()
+    async with served(prefill, decode):
+        shown = {"health": "healthy", "identity": None, "detail": "no answer within 2 s"}
+        router.fleet = {
+            "prefill": [{"url": prefill.url, "health": "healthy"}],
+            "decode": [{"url": decode.url, "control_address": address, **shown}],
+        }
+        async with served(router):
+            assignment = Assignment(urls=(router.url,), control_addresses={}, timeout_s=TIMEOUT_S)
+            facts = await examine(assignment, random.Random(1), lambda _: None)
+    asked = facts.instance(decode.url)
+    assert asked.control is not None
+    assert (asked.control.address, asked.control.end) == (address, ControlEnd.KEY_WANTED)
+    failed = {item.check for item in findings_of(facts) if item.result is Result.FAILED}
+    assert failed == {"router", "control port"}
 
 
 async def test_a_control_port_of_no_instance_is_refused() -> None:

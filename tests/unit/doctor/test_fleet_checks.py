@@ -152,7 +152,8 @@ def _router(*fleet: RoutedInstance, clock_ahead_s: float | None = None) -> Route
 
 
 def _routed(instance: InstanceFacts, role: str, health: str = "healthy") -> RoutedInstance:
-    return RoutedInstance(url=instance.url, role=role, health=health, detail="so it is")
+    detail = "" if health == "healthy" else "so it is"
+    return RoutedInstance(url=instance.url, role=role, health=health, detail=detail)
 
 
 def test_clocks_are_compared_with_the_router_that_signs() -> None:
@@ -173,6 +174,51 @@ def test_what_the_router_does_not_find_healthy_is_named(health: str, result: Res
     finding = only_finding(well(routers=(router,)), result)
     assert DECODE.url in finding.found
     assert "so it is" in finding.found
+
+
+def _nameless(detail: str, address: str = "") -> RoutedInstance:
+    return replace(
+        _routed(DECODE, "decode"),
+        detail=detail,
+        is_identified=False,
+        control_address=address,
+        is_control_given=bool(address),
+    )
+
+
+def test_who_does_not_answer_at_the_routers_control_port_has_failed() -> None:
+    silent = _nameless("no answer to who it is within 2 s", "tcp://d:7002")
+    facts = well(routers=(_router(_routed(PREFILL, "prefill"), silent),))
+    finding = only_finding(facts, Result.FAILED)
+    assert (finding.check, finding.subject) == ("router", "http://r:1")
+    assert f"{DECODE.url} healthy, but got no answer at its control port" in finding.found
+    assert finding.found.endswith("tcp://d:7002: no answer to who it is within 2 s")
+    assert "same cluster key" in finding.remedy
+    assert "the router's --control" in finding.remedy
+    assert not any("all healthy" in item.found for item in findings_of(facts))
+
+
+def test_an_older_routers_reason_is_shown_too() -> None:
+    facts = well(routers=(_router(_routed(PREFILL, "prefill"), _nameless("so it is")),))
+    assert only_finding(facts, Result.FAILED).found.endswith("did not learn who it is: so it is")
+
+
+def test_who_has_not_told_the_router_yet_is_a_warning_where_it_was_given_an_address() -> None:
+    facts = well(routers=(_router(_routed(PREFILL, "prefill"), _nameless("", "tcp://d:7002")),))
+    assert "tcp://d:7002" in only_finding(facts, Result.WARNING).found
+    assert not not_ok(well(routers=(_router(_routed(PREFILL, "prefill"), _nameless("")),)))
+
+
+def test_a_name_that_is_known_and_not_confirmed_is_a_warning() -> None:
+    late = replace(_routed(DECODE, "decode"), detail="no answer to who it is within 2 s")
+    facts = well(routers=(_router(_routed(PREFILL, "prefill"), late),))
+    assert "no answer" in only_finding(facts, Result.WARNING).found
+
+
+def test_an_instance_in_both_roles_is_named_once() -> None:
+    silent = _nameless("so it is", "tcp://d:7002")
+    both = _router(replace(silent, role="prefill"), silent)
+    assert only_finding(well(routers=(both,)), Result.FAILED).check == "router"
 
 
 def test_a_router_without_a_role_has_failed() -> None:

@@ -11,10 +11,19 @@ import pytest
 
 from kvferry.doctor import handoffs
 from kvferry.doctor.facts import InstanceFacts, PairFacts
-from kvferry.doctor.handoffs import HandoffPlan, HandoffProbe, Lengths, lengths_of
+from kvferry.doctor.handoffs import (
+    MAX_FURTHER_SAMPLES,
+    HandoffPlan,
+    HandoffProbe,
+    Lengths,
+    lengths_of,
+)
 from kvferry.doctor.http_questions import HttpQuestions
-from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
-from tests.unit.doctor.fake_instance import FakeInstance, Json, reporting, served
+from kvferry.doctor.transfer_checks import speed_of
+from kvferry.protocol.messages import Release
+from tests.unit.doctor.deployment_facts import LAYOUT, MIB, info_of, instance_of, with_http
+from tests.unit.doctor.fake_instance import FakeInstance, Json, offering_as, reporting, served
+from tests.unit.doctor.served_control_port import Serve, with_info
 
 
 @pytest.mark.parametrize(
@@ -51,13 +60,19 @@ def _facts(instance: FakeInstance, name: str) -> InstanceFacts:
 
 
 async def _measure(
-    source: FakeInstance, target: FakeInstance, key: bytes | None = None
+    source: FakeInstance,
+    target: FakeInstance,
+    key: bytes | None = None,
+    source_address: str = "tcp://127.0.0.1:1",
 ) -> PairFacts:
     plan = HandoffPlan(num_tokens=256, repeats=2, timeout_s=30)
     async with served(source, target) as client:
         questions = HttpQuestions(client, 30)
         probe = HandoffProbe(client, questions, plan, key, random.Random(1))
-        return await probe.measure(_facts(source, "prefill"), _facts(target, "decode"))
+        asked = _facts(source, "prefill")
+        assert asked.control is not None
+        asked = replace(asked, control=replace(asked.control, address=source_address))
+        return await probe.measure(asked, _facts(target, "decode"))
 
 
 def _own(name: str, **changes: Any) -> FakeInstance:  # noqa: ANN401 - fields of FakeInstance
@@ -91,8 +106,10 @@ async def test_legs_are_signed_with_the_key() -> None:
 
 async def test_a_failed_receive_is_named_and_the_source_told() -> None:
     late = reporting(arrived_s=1.0, receive_outcome="slow")
-    pair = await _measure(_own("prefill"), _own("decode", decode=late))
+    source = _own("prefill")
+    pair = await _measure(source, _own("decode", decode=late))
     assert (pair.outcome, pair.long) == ("slow", ())
+    assert source.withdrawn == [source.bodies[0]["kv_transfer_params"]["transfer_id"]]
 
 
 async def test_a_target_that_computes_itself_is_told_of_its_threshold() -> None:
@@ -136,9 +153,73 @@ async def test_vllm_is_timed_by_the_client_and_counted_by_its_metrics() -> None:
     assert [item.is_reported for item in pair.short + pair.long] == [False] * 4
     blocks = 17
     assert {item.num_bytes for item in pair.long} == {blocks * LAYOUT.block_bytes}
-    roles = [body.get("kv_transfer_params", {}).get("role") for body in target.bodies]
-    assert roles == ["decode", None] * 5
+    assert len(target.bodies) == 2 * 5
     assert not any("kv_report" in body for body in target.bodies)
+
+
+async def test_nothing_of_a_prompt_is_retained_at_vllm() -> None:
+    source, target = FakeInstance(), FakeInstance(counts="received")
+    await _measure(source, target)
+    legs = [body["kv_transfer_params"] for body in target.bodies]
+    assert {(leg["role"], leg["retention_s"]) for leg in legs} == {("decode", 0)}
+    offered = [body["kv_transfer_params"]["transfer_id"] for body in source.bodies]
+    assert [leg["transfer_id"] for leg in legs] == offered
+    assert len(set(offered)) == len(offered)
+
+
+async def test_an_offer_that_vllm_did_not_take_is_released_at_its_holder(serve: Serve) -> None:
+    releases: list[Release] = []
+    address = serve(None, with_info(info_of("prefill"), releases))
+    # The address where the doctor has had an answer: the advertised one may be for peers only.
+    source = FakeInstance(prefill=offering_as(info_of("prefill", control_address="tcp://far:1")))
+    pair = await _measure(source, FakeInstance(status=500), source_address=address)
+    assert "answered 500" in pair.error
+    offered = [body["kv_transfer_params"]["transfer_id"] for body in source.bodies]
+    assert [release.transfer_id for release in releases] == offered
+    assert not source.withdrawn
+
+
+async def test_another_instance_than_the_control_ports_is_not_measured(serve: Serve) -> None:
+    releases: list[Release] = []
+    address = serve(None, with_info(info_of("decode"), releases))
+    source = FakeInstance(prefill=offering_as(info_of("decode", control_address=address)))
+    target = FakeInstance(counts="received")
+    pair = await _measure(source, target)
+    assert pair.answered_by is not None
+    assert pair.answered_by.instance_id == "decode"
+    assert (pair.error, pair.outcome, pair.short, target.bodies) == ("", "", (), [])
+    assert len(releases) == 1
+
+
+def _moving(*long_s: float) -> FakeInstance:
+    """Reports handoffs of 32 MiB beyond a short one, whose times are ``long_s`` and then the last
+    of them."""
+    taken = list(long_s)
+
+    def report(body: Json) -> Json:
+        is_long = len(body["prompt"]) > 81
+        moved_s = (taken.pop(0) if len(taken) > 1 else taken[0]) if is_long else 0.002
+        return reporting(
+            arrived_s=1.0,
+            kv_ready_s=1.0 + moved_s,
+            num_received_bytes=(33 if is_long else 1) * MIB,
+            receive_outcome="received",
+        )(body)
+
+    return _own("decode", decode=report)
+
+
+async def test_a_direction_that_seems_slow_is_tried_again_until_it_is_not() -> None:
+    pair = await _measure(_own("prefill"), _moving(0.1, 0.1, 0.1, 0.005))
+    assert len(pair.long) == 4
+    speed = speed_of(pair)
+    assert speed is not None
+    assert speed.bytes_per_s > 1e10
+
+
+async def test_a_slow_direction_is_tried_again_within_bounds() -> None:
+    pair = await _measure(_own("prefill"), _moving(0.1))
+    assert (len(pair.short), len(pair.long)) == (2, 2 + MAX_FURTHER_SAMPLES)
 
 
 async def test_what_vllm_counts_as_failed_is_named() -> None:

@@ -7,8 +7,15 @@ import json
 import msgspec
 import pytest
 
-from kvferry.doctor.http_questions import load_of_metrics, parse_info, pulls_by_outcome
+from kvferry.doctor.facts import RoutedInstance
+from kvferry.doctor.http_questions import (
+    HttpQuestions,
+    load_of_metrics,
+    parse_info,
+    pulls_by_outcome,
+)
 from tests.unit.doctor.deployment_facts import info_of
+from tests.unit.doctor.fake_instance import FakeInstance, Json, served
 
 METRICS = """# HELP vllm:num_requests_running Number of requests
 # TYPE vllm:num_requests_running gauge
@@ -55,3 +62,36 @@ def test_the_load_is_in_the_metrics_of_vllm_and_of_the_plugin() -> None:
 def test_pulls_are_counted_by_outcome() -> None:
     assert pulls_by_outcome(METRICS) == {"received": 5, "slow": 1}
     assert pulls_by_outcome("") == {}
+
+
+_ADVERTISED, _GIVEN = "tcp://10.0.0.1:7001", "tcp://d:7001"
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({}, {"is_identified": False}),
+        ({"identity": {"control_address": _ADVERTISED}}, {"control_address": _ADVERTISED}),
+        (
+            {"identity": None, "control_address": _GIVEN},
+            {"control_address": _GIVEN, "is_control_given": True, "is_identified": False},
+        ),
+        (
+            {"identity": {"control_address": _ADVERTISED}, "control_address": _GIVEN},
+            {"control_address": _GIVEN, "is_control_given": True},
+        ),
+        ({"identity": {}, "control_address": None}, {}),
+    ],
+    ids=["unknown", "told", "given", "given and told", "neither"],
+)
+async def test_a_router_shows_which_control_address_it_was_given(
+    shown: Json, expected: Json
+) -> None:
+    router = FakeInstance(
+        fleet={"prefill": [], "decode": [{"url": "http://d:1/", "health": "healthy", **shown}]}
+    )
+    async with served(router) as client:
+        found = await HttpQuestions(client, 20.0).router(router.url)
+    assert found is not None
+    told = RoutedInstance(url="http://d:1", role="decode", health="healthy", **expected)
+    assert found.fleet == (told,)

@@ -59,6 +59,7 @@ def test_a_model_that_is_not_told_is_a_warning_naming_the_api_key() -> None:
         (ControlEnd.KEY_WANTED, "without a cluster key"),
         (ControlEnd.SILENT, "does not answer"),
         (ControlEnd.NOT_UNDERSTOOD, "something else"),
+        (ControlEnd.OTHER_PROGRAM, "another program's"),
         (ControlEnd.BAD_ADDRESS, "no control address"),
     ],
 )

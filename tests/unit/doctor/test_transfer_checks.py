@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from kvferry.doctor.facts import HandoffSample, HostFacts, PairFacts
-from kvferry.doctor.finding import Result
+from kvferry.doctor.facts import HandoffSample, HostFacts, HttpFacts, InstanceFacts, PairFacts
+from kvferry.doctor.finding import Finding, Result
 from kvferry.doctor.findings import findings_of
 from kvferry.doctor.transfer_checks import speed_of, speed_words
 from tests.unit.doctor.deployment_facts import (
+    LAYOUT,
     MIB,
     info_of,
     instance_of,
@@ -83,8 +85,16 @@ def test_a_slow_pair_on_one_host_is_warned_of_tcp() -> None:
     finding = only_finding(facts, Result.WARNING)
     assert finding.subject == "prefill → decode"
     assert "1.0 GB/s" in finding.found
-    assert "TCP" in finding.found
+    assert "may go by TCP" in finding.found
+    assert finding.remedy.startswith("the host may be busy, so repeat with --repeats 5")
     assert "ptrace_scope" in finding.remedy
+
+
+def test_a_slow_pair_where_processes_may_not_read_each_other_is_told_that_first() -> None:
+    host = HostFacts(ptrace_scope=1, locked_memory_bytes=None)
+    facts = well(host=host, pairs=(pair_of(PREFILL, DECODE, 1e9),))
+    (finding,) = [item for item in not_ok(facts) if item.check == "handoff"]
+    assert finding.remedy.startswith("allow cross-memory attach")
 
 
 def test_the_clients_times_are_not_expected_to_be_as_fast() -> None:
@@ -143,6 +153,30 @@ def test_directions_left_out_are_told() -> None:
     finding = only_finding(well(num_pairs_left_out=18), Result.WARNING)
     assert "18" in finding.found
     assert "--max-pairs" in finding.remedy
+
+
+def _untried(*changed: InstanceFacts) -> Finding:
+    (finding,) = [
+        item for item in findings_of(well(PREFILL, *changed, pairs=())) if item.check == "handoff"
+    ]
+    assert finding.result is Result.WARNING
+    return finding
+
+
+def test_layouts_or_transports_that_differ_are_why_none_was_tried() -> None:
+    layout = msgspec.structs.replace(LAYOUT, kv_dtype="bfloat16")
+    other = instance_of(info_of("decode", layout))
+    shm = instance_of(info_of("decode", transport="shm"))
+    for spoilt, why in ((other, "layouts differ"), (shm, "transports differ")):
+        finding = _untried(spoilt)
+        assert f"no pair can hand over, because their {why}" in finding.found
+        assert "two instances" not in finding.remedy
+
+
+def test_two_that_cannot_be_reached_are_not_said_to_be_too_few() -> None:
+    finding = _untried(replace(DECODE, control=None, http=HttpFacts(error="no connection")))
+    assert "two instances" not in finding.remedy
+    assert "at least two instances" in _untried().remedy
 
 
 def test_no_handoff_at_all_is_a_warning_only_where_one_was_wanted() -> None:
