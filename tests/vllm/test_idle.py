@@ -10,6 +10,8 @@ from tests.vllm.serving import idle_share
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 _MAX_SHARE_MORE = 0.02
+_NUM_LOOKS = 3
+"""A loop that never rests is seen each time; what else runs on the machine may show in one."""
 
 
 async def test_idle_servers_take_two_percent_of_a_core_more_at_most(
@@ -19,4 +21,9 @@ async def test_idle_servers_take_two_percent_of_a_core_more_at_most(
     fresh = question.again()
     offered = await client.prefill(pair[0].url, fresh)
     await client.tokens(pair[1].url, fresh, kv_transfer_params=offered)
-    assert idle_share(*pair) < plain.idle_share + _MAX_SHARE_MORE
+    shares: list[float] = []
+    while len(shares) < _NUM_LOOKS:
+        shares.append(idle_share(*pair))
+        if shares[-1] < plain.idle_share + _MAX_SHARE_MORE:
+            return
+    pytest.fail(f"{shares} of a core, a plain server {plain.idle_share}")
