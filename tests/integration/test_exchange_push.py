@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -314,48 +313,3 @@ def test_registrations_whose_prefill_never_comes_are_bounded_and_forgotten() -> 
             decode.exchange.receive(transfer_id, blocks, 0)
             decode.pool.drop(blocks)
         wait_whole(prefill, decode)
-
-
-def test_a_push_that_is_not_needed_just_as_it_ends_leaves_no_link_to_serve() -> None:
-    """The engine decides while the mover has the sender's last words in hand already."""
-    with pair() as (prefill, decode):
-        for number in range(10):
-            leave_as_it_ends(decode, Prefill(prefill, TransferId(f"xfer-{number}")), number)
-            wait_whole(prefill, decode)
-
-
-def leave_as_it_ends(decode: Side, source: Prefill, number: int) -> None:
-    prefill, transfer_id = source.side, source.transfer_id
-    source.begin()
-    blocks = begin_receive(decode, prefill, transfer_id)
-    wait_until(lambda: num_registered(prefill) == number + 1)
-    with mover_stands_still(decode, prefill) as then:
-        source.compute_all()
-        wait_until(lambda: prefill.exchange.snapshot().num_handoffs_held == 0)
-        then.append(lambda: decode.exchange.end_receive(transfer_id, needed=False))
-    wait_until(lambda: not then)
-    decode.pool.drop(blocks)
-    decode.exchange.take_first_tokens()
-
-
-@contextmanager
-def mover_stands_still(decode: Side, prefill: Side) -> Iterator[list[Callable[[], None]]]:
-    """Meanwhile decode's mover hears nothing; what is put in the list is called at its next call
-    of the engine."""
-    stands, may_go = threading.Event(), threading.Event()
-    then: list[Callable[[], None]] = []
-
-    def stand() -> None:
-        stands.set()
-        assert may_go.wait(WAIT_S)
-        decode.on_results = lambda: then.pop()() if then else None
-
-    decode.on_results = stand
-    unknown = TransferId("unknown")
-    decode.exchange.begin_receive(unknown, prefill.exchange.address, PROMPT)
-    decode.exchange.receive(unknown, blocks := decode.pool.allocate(NUM_BLOCKS), 0)
-    assert stands.wait(WAIT_S)
-    decode.exchange.take_results()
-    decode.pool.drop(blocks)
-    yield then
-    may_go.set()

@@ -178,8 +178,11 @@ class Holders:
 
     def close(self) -> None:
         """End every session."""
-        for session in self._sessions.values():
+        # What that leads to may open sessions yet, whose sockets have to be closed, too.
+        for session in list(self._sessions.values()):
             self._handle(self._reads.end_link(session.link))
+        for session in self._sessions.values():
+            session.link.disconnect()
             if not session.is_retired:
                 session.client.close()
 

@@ -78,6 +78,7 @@ class Mover:
             parts.transport,
             parts.planner,
             self._decisions,
+            self._execute,
             parts.digester,
             max_peers=parts.config.max_peers,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -52,6 +52,14 @@ class BlockDigester:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where a transfer's receiver was last heard of, and which reader it is; empty: not known."""
+
+    identity: bytes
+    reader: str
+
+
 class Readers:
     """Peers that have shaken hands to read here."""
 
@@ -61,6 +69,7 @@ class Readers:
         transport: Transport,
         planner: Planner,
         decisions: Decisions,
+        execute: Callable[[], None],
         digester: BlockDigester | None,
         *,
         max_peers: int,
@@ -69,11 +78,12 @@ class Readers:
         self._transport = transport
         self._planner = planner
         self._decisions = decisions
+        self._execute = execute
         self._digester = digester
         self._max_peers = max_peers
         self._links: OrderedDict[str, Link] = OrderedDict()
         self._serving: set[str] = set()
-        self._routes: OrderedDict[TransferId, bytes] = OrderedDict()
+        self._routes: OrderedDict[TransferId, _Route] = OrderedDict()
 
     @property
     def is_serving(self) -> bool:
@@ -106,15 +116,13 @@ class Readers:
 
     def route(self, transfer_id: TransferId) -> bytes | None:
         """Return where the receiver of a transfer was last heard of, if it was."""
-        return self._routes.get(transfer_id)
+        route = self._routes.get(transfer_id)
+        return route.identity if route is not None else None
 
     def answer(self, identity: bytes, message: Message) -> Reply:
         """Return the reply to one message; what is to be done before is in the decisions."""
-        if isinstance(message, Register | Renew):
-            self._note_route(message.transfer_id, identity)
-        elif isinstance(message, Release) and message.transfer_id not in self._routes:
-            # One that comes late must not take the notices from who has registered since.
-            self._note_route(message.transfer_id, identity)
+        if isinstance(message, Register | Renew | Release):
+            self._note_route(identity, message)
         match message:
             case Hello():
                 return self._on_hello(message)
@@ -145,6 +153,8 @@ class Readers:
         reader = reader_name(hello)
         # What the reader registered on an earlier link, it has given up with that link.
         self._decisions.make(self._planner.lose_reader, reader)
+        # What was decided for the old link must not be executed on the new one.
+        self._execute()
         for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
             self.drop(other)  # an earlier epoch, or an earlier link of this one
         if len(self._links) >= self._max_peers and not self._evict_one():
@@ -184,8 +194,16 @@ class Readers:
         self._links.move_to_end(reader)
         return self._decisions.answer(self._planner.answer_register, reader, message)
 
-    def _note_route(self, transfer_id: TransferId, identity: bytes) -> None:
-        self._routes[transfer_id] = identity
+    def _note_route(self, identity: bytes, message: Register | Renew | Release) -> None:
+        transfer_id = message.transfer_id
+        known = self._routes.get(transfer_id)
+        registered = known.reader if known is not None else ""
+        if isinstance(message, Register):
+            registered = reader_name(message)
+        elif isinstance(message, Release) and registered not in ("", reader_name(message)):
+            # One that comes late must not take the notices from who has registered since.
+            return
+        self._routes[transfer_id] = _Route(identity, registered)
         self._routes.move_to_end(transfer_id)
         while len(self._routes) > MAX_ROUTES:
             self._routes.popitem(last=False)
