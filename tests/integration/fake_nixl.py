@@ -24,7 +24,7 @@ NUM_PROMPT_TOKENS = 130
 NUM_KEPT_BLOCKS = 7
 """Whole blocks of 16 in the prompt, less its seam."""
 ERROR_EVENTS = b'data: {"error": {"message": "no KV", "code": 500}}\n\ndata: [DONE]\n\n'
-EVENTS = b'data: {"choices": [{"text": "hi"}]}\n\ndata: [DONE]\n\n'
+EVENTS = b'data: {"choices": [{"text": "hi", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,12 @@ _FAILING = [
     Script(status=503),
     Script(status=302, headers={"Location": "http://127.0.0.1:1/"}),
 ]
+_ROLE = (
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+    b'"finish_reason":null}]}\n\n'
+)
+_USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n'
+_ABORTED_AT_ONCE = Script(events=(b"data: [DONE]\n\n",))
 _ABORTED = Script(
     body=b'{"choices":[{"index":0,"text":"one","finish_reason":"abort"}]}',
     events=(
@@ -191,16 +197,33 @@ async def test_decode_that_dies_in_its_stream_ends_in_an_event_that_parses(
         assert await world.outcomes() == {"decode_failed": 1}
 
 
-@pytest.mark.parametrize("request_body", [_STREAM, _WHOLE])
-async def test_answer_that_the_engine_aborted_is_none(request_body: dict[str, object]) -> None:
-    """As vLLM says it of what runs when it is told to end, under status 200."""
+@pytest.mark.parametrize(
+    ("request_body", "aborted"),
+    [
+        (_STREAM, _ABORTED),
+        (_WHOLE, _ABORTED),
+        (_STREAM, _ABORTED_AT_ONCE),
+        (_STREAM, Script(events=(_USAGE, *_ABORTED_AT_ONCE.events))),
+        (_STREAM, Script(events=(_ROLE, *_ABORTED.events))),
+        (_STREAM, Script(events=(_ROLE, *_ABORTED_AT_ONCE.events))),
+        (_STREAM, Script(events=(_ROLE, b'data: {"error": {"message": "no"}}\n\n'), pause_s=0.05)),
+    ],
+)
+async def test_answer_that_the_engine_aborted_is_none(
+    request_body: dict[str, object], aborted: Script
+) -> None:
+    """As vLLM says it of what runs when it is told to end, under status 200.
+
+    Of a stream without a token it says nothing but the end; of a chat, the role before.
+    """
     async with deployment(1, 2) as world:
-        world.d.decode = _ABORTED
+        world.d.decode = aborted
         async with world.post(request_body) as response:
             assert b"two" in await response.read()
         assert len(world.decode[1].received) == 1
         figure = "kvferry_router_legs_failed_total"
-        assert await world.metric(figure, instance=world.d.url, cause="aborted") == 1
+        cause = "engine_error" if b"error" in aborted.events[-1] else "aborted"
+        assert await world.metric(figure, instance=world.d.url, cause=cause) == 1
         assert await world.outcomes() == {"ok": 1}
 
 

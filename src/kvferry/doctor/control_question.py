@@ -111,7 +111,8 @@ def _is_other_program(address: str, timeout_s: float) -> bool:
         asked = (parts.hostname or "", parts.port or 0)
         with plain_socket.create_connection(asked, timeout_s) as connection:
             connection.sendall(_SIGNATURE + _PROVOCATION)
-            return connection.recv(1) != _SIGNATURE[:1]
+            # One that only closes may be a forwarder with nobody behind it.
+            return connection.recv(1) not in (b"", _SIGNATURE[:1])
     except (OSError, ValueError):
         return False  # Nothing was heard, which a process that stands still would do too.
 

@@ -1,23 +1,30 @@
-"""Whether an instance's answer is whole: streams end with ``[DONE]``, and no answer with an abort.
+"""Whether an instance's answer has begun, and whether it is whole.
 
-An engine that is stopped ends what runs there with the finish reason ``abort``, under status 200:
-what looks like a whole answer lacks the rest of its tokens.
+An engine that is stopped ends what runs there with the finish reason ``abort``, under status 200,
+or with none at all: vLLM streams nothing but ``[DONE]`` for what has no token yet. What looks like
+a whole answer lacks the rest of its tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 from kvferry.router.upstream import LegFailedError, LegFailure
 
 _ABORTS = (b'"finish_reason":"abort"', b'"finish_reason": "abort"')
-# Inside a text its quotes are escaped, so none of them is ever taken for one.
-_NUM_KEPT_BYTES = max(len(pattern) for pattern in _ABORTS)
-_DONE = b"data: [DONE]"
+_REASONS = (b'"finish_reason":"', b'"finish_reason": "')
+_DONE = b"\ndata: [DONE]"
+# Inside a text quotes and line ends are escaped, so none of them is ever taken for one of these.
+_NUM_KEPT_BYTES = max(len(pattern) for pattern in (*_ABORTS, *_REASONS, _DONE))
+_MAX_OPENING_BYTES = 4096
 
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -30,10 +37,11 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 class StreamEnd:
     """Looks at a stream's bytes as they pass."""
 
-    __slots__ = ("_kept", "is_done")
+    __slots__ = ("_has_reason", "_kept", "is_done")
 
     def __init__(self) -> None:
-        self._kept = b""
+        self._kept = b"\n"
+        self._has_reason = False
         self.is_done = False
         """Whether the stream's last event has been seen: there is nothing more to come."""
 
@@ -42,8 +50,32 @@ class StreamEnd:
         seen = self._kept + chunk
         if any(pattern in seen for pattern in _ABORTS):
             raise _aborted()
+        self._has_reason = self._has_reason or any(pattern in seen for pattern in _REASONS)
+        self.is_done = seen.rstrip().endswith(_DONE)
+        if self.is_done and not self._has_reason:
+            raise _aborted()
         self._kept = seen[-_NUM_KEPT_BYTES:]
-        self.is_done = self._kept.rstrip().endswith(_DONE)
+
+
+def is_opening(first: bytes) -> bool:
+    """Whether the first bytes of a chat's stream tell nothing but the answer's role.
+
+    vLLM sends that as an event of its own, and may have aborted the request by then.
+    """
+    if b'"role"' not in first or len(first) > _MAX_OPENING_BYTES or not first.endswith(b"\n\n"):
+        return False
+    events = [event.removeprefix(b"data:").strip() for event in first.split(b"\n\n")]
+    try:
+        answers = [_answer_decoder.decode(event) for event in events if event]
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return all(_is_empty(choice) for answer in answers for choice in answer.choices)
+
+
+def _is_empty(choice: _Choice) -> bool:
+    if choice.finish_reason is not None or choice.token_ids or choice.delta is None:
+        return False
+    return not any(value for key, value in choice.delta.items() if key != "role")
 
 
 def require_whole(body: bytes) -> None:
@@ -52,7 +84,7 @@ def require_whole(body: bytes) -> None:
         return
     try:
         choices = _answer_decoder.decode(body).choices
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return
     if any(choice.finish_reason == "abort" for choice in choices):
         raise _aborted()

@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
 from kvferry.router import answers
-from kvferry.router.answer_end import StreamEnd, require_whole
+from kvferry.router.answer_end import StreamEnd, is_opening, require_whole
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
@@ -95,6 +95,12 @@ class DecodeLeg:
         else:
             self._first = await upstream.read_some(response, self._wait)
             error = error_event_in(self._first)
+            while error is None and is_opening(self._first):
+                more = await upstream.read_some(response, self._wait)
+                error = error_event_in(more)
+                self._first += more
+                if not more:
+                    break
             if error is not None:
                 answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
                 detail = "its stream began with an error"

@@ -75,6 +75,8 @@ class _Instance:
     is_draining: bool = False
     detail: str = "not probed yet"
     identity: InstanceIdentity | None = None
+    num_doubts: int = 0
+    """So many probes have to be answered well before it counts as healthy."""
     num_inflight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     views: dict[Role, InstanceView] = field(default_factory=dict)
     """Made when asked for, dropped when anything in them changes."""
@@ -176,9 +178,15 @@ class Fleet:
     def set_health(self, url: str, health: Health, detail: str = "") -> None:
         """Record what a probe found; ``detail`` is for people.
 
-        Unless it is healthy, its identity is forgotten: it may be starting anew.
+        Unless it is healthy, its identity is forgotten: it may be starting anew. One that is still
+        doubted stays suspect.
         """
         instance = self._find(url)
+        if health is Health.HEALTHY and instance.num_doubts:
+            instance.num_doubts -= 1
+            return
+        if health is Health.DOWN:
+            instance.num_doubts = 0
         instance.health = health
         instance.detail = detail
         if health is not Health.HEALTHY:
@@ -191,9 +199,13 @@ class Fleet:
         instance.identity = identity
         instance.views.clear()
 
-    def report_connection_failure(self, url: str, detail: str) -> None:
-        """A request could not reach ``url``, or its connection broke: have it probed at once."""
+    def report_connection_failure(self, url: str, detail: str, *, num_doubts: int = 0) -> None:
+        """A request could not reach ``url``, or its connection broke: have it probed at once.
+
+        One with doubts stays suspect for as many probes that are answered well.
+        """
         instance = self._find(url)
+        instance.num_doubts = max(instance.num_doubts, num_doubts)
         if instance.health is Health.HEALTHY:
             instance.health = Health.SUSPECT
             instance.detail = detail

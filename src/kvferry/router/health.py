@@ -61,8 +61,8 @@ class HealthMonitor:
         self._times = times
         self._wanted = {url: asyncio.Event() for url in fleet.urls}
         self._tasks: list[asyncio.Task[None]] = []
-        self._noted: set[str] = set()
-        """Well, but something about them was said already."""
+        self._noted: dict[str, str] = {}
+        """Of those that are well, what has been said already."""
 
     async def start(self) -> None:
         """Probe all once, which takes up to the probe's timeout, then keep probing."""
@@ -129,7 +129,7 @@ class HealthMonitor:
             healthy = answer.status == 200
             detail = "" if healthy else f"a probe was answered {answer.status}"
             self._record(url, Health.HEALTHY if healthy else Health.DOWN, detail)
-            if healthy:
+            if self._fleet.health(url) is Health.HEALTHY:
                 await self._identify(url)
 
     async def _identify(self, url: str) -> None:
@@ -150,7 +150,7 @@ class HealthMonitor:
             self._fleet.set_identity(url, identity)
             other = None if identity is None else self._other_layout(identity)
             if other is None:
-                self._noted.discard(url)
+                self._noted.pop(url, None)
                 return
             detail = (
                 f"the layout of its KV differs from that of {other}: nothing moves between them; "
@@ -171,15 +171,16 @@ class HealthMonitor:
     def _note(self, url: str, what: str, detail: str) -> None:
         """Show what is wrong with an instance that is well; logged once, until it is right."""
         self._fleet.set_detail(url, detail)
-        if url not in self._noted:
-            self._noted.add(url)
+        if self._noted.get(url) != what:
+            self._noted[url] = what
             _log.warning(what, extra={"fields": {"instance": url, "detail": detail}})
 
     def _record(self, url: str, health: Health, detail: str) -> None:
         before = self._fleet.health(url)
         self._fleet.set_health(url, health, detail)
-        if before is not health:
+        after = self._fleet.health(url)
+        if before is not after:
             _log.info(
                 "an instance's health has changed",
-                extra={"fields": {"instance": url, "health": health.value, "detail": detail}},
+                extra={"fields": {"instance": url, "health": after.value, "detail": detail}},
             )

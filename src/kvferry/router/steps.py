@@ -30,9 +30,11 @@ from kvferry.router.picker import ChoicePolicy, choose, choose_near
 from kvferry.router.preference import Preference
 from kvferry.router.recall import Recall
 from kvferry.router.signer import Signer
-from kvferry.router.upstream import LegFailedError, Upstream
+from kvferry.router.upstream import LegFailedError, LegFailure, Upstream
 
 MAX_ATTEMPTS_PER_LEG = 2
+_NUM_DOUBTS_OF_ENDING = 5
+"""One that is being stopped answers its probes well until it has ended: others get its share."""
 
 
 class Step(Protocol):
@@ -135,7 +137,9 @@ class StepTools:
         """Count a failed leg, and doubt the instance where the failure gives reason to."""
         self.figures.leg_failed(view.url, view.role, failure.cause.value)
         if failure.cause.doubts_instance:
-            self.fleet.report_connection_failure(view.url, str(failure))
+            is_ending = failure.cause is LegFailure.ABORTED
+            num_doubts = _NUM_DOUBTS_OF_ENDING if is_ending else 0
+            self.fleet.report_connection_failure(view.url, str(failure), num_doubts=num_doubts)
 
 
 class ParseStep:

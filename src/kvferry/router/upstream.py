@@ -92,7 +92,8 @@ class LegFailedError(PeerUnreachableError):
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             return True  # A host that the network has lost may have lost its name, too.
         if isinstance(error, aiohttp.ClientConnectorError):
-            return error.os_error.errno in _NOBODY_THERE
+            # Without a number: several addresses were tried, and failed in different ways.
+            return error.os_error.errno in (*_NOBODY_THERE, None)
         return isinstance(error, TimeoutError)
 
 

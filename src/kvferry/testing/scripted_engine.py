@@ -20,7 +20,7 @@ _WAIT_LIMIT_S = 5.0
 _COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 DEFAULT_EVENTS = (
     b'data: {"choices": [{"text": "one"}]}\n\n',
-    b'data: {"choices": [{"text": " two"}]}\n\n',
+    b'data: {"choices": [{"text": " two", "finish_reason": "stop"}]}\n\n',
     b"data: [DONE]\n\n",
 )
 DEFAULT_ANSWER = b'{"object": "text_completion", "choices": [{"index": 0, "text": "one two"}]}'

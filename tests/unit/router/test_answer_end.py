@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.answer_end import StreamEnd, require_whole
+from kvferry.router.answer_end import StreamEnd, is_opening, require_whole
 from kvferry.router.upstream import LegFailedError, LegFailure
 
 _EVENT = b'data: {"choices":[{"index":0,"text":"one","finish_reason":null}]}\n\n'
 _ABORT = b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'
+_LAST = b'data: {"choices":[{"index":0,"text":"two","finish_reason":"stop"}]}\n\n'
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -36,13 +37,55 @@ def test_an_abort_is_seen_however_it_is_cut(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 25, 1000])
 def test_the_last_event_is_seen_however_it_is_cut(size: int) -> None:
-    chunks = pieces(_EVENT + _DONE, size)
+    chunks = pieces(_EVENT + _LAST + _DONE, size)
     assert see(*chunks).is_done
-    assert not see(*pieces(_EVENT, size)).is_done
+    assert not see(*pieces(_EVENT + _LAST, size)).is_done
 
 
 def test_what_comes_after_the_last_event_is_not_the_end() -> None:
-    assert not see(_DONE, _EVENT).is_done
+    assert not see(_LAST, _DONE, _EVENT).is_done
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("before", [b"", _EVENT])
+def test_a_stream_that_ends_for_no_reason_was_aborted(before: bytes, size: int) -> None:
+    """vLLM drops the event that says so where there is no token yet."""
+    with pytest.raises(LegFailedError) as caught:
+        see(*pieces(before + _DONE, size))
+    assert caught.value.cause is LegFailure.ABORTED
+
+
+def test_a_text_of_the_end_is_not_the_end() -> None:
+    assert not see(b'data: {"choices":[{"text":"so it ends: data: [DONE]').is_done
+
+
+def _chat(delta: object, **fields: object) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": None, **fields}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+_ROLE = _chat({"role": "assistant", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("first", "is_it"),
+    [
+        (_ROLE, True),
+        (_ROLE + _ROLE, True),
+        (_chat({"role": "assistant", "content": "one"}), False),
+        (_chat({"role": "assistant", "content": "", "tool_calls": [{"index": 0}]}), False),
+        (_chat({"role": "assistant", "content": ""}, token_ids=[5]), False),
+        (_chat({"role": "assistant", "content": ""}, finish_reason="stop"), False),
+        (_ROLE + _chat({"content": "one"}), False),
+        (_ROLE + _DONE, False),
+        (_ROLE[:-2], False),
+        (_EVENT, False),
+        (b"", False),
+        (b'data: {"role": [\n\n', False),
+    ],
+)
+def test_the_role_alone_is_no_answer_yet(first: bytes, is_it: bool) -> None:
+    assert is_opening(first) is is_it
 
 
 @given(st.text())

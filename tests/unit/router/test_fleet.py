@@ -53,6 +53,24 @@ def test_connection_failure_makes_a_healthy_instance_suspect_and_asks_for_a_prob
     assert fleet.detail("http://p") == "reset"
 
 
+def test_one_that_is_ending_stays_suspect_for_some_probes() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    fleet.set_health("http://p", Health.HEALTHY)
+    fleet.report_connection_failure("http://p", "aborted", num_doubts=2)
+    for health in (Health.SUSPECT, Health.SUSPECT, Health.HEALTHY):
+        fleet.set_health("http://p", Health.HEALTHY)
+        assert fleet.health("http://p") is health
+
+
+def test_one_that_has_ended_begins_without_doubts() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    fleet.set_health("http://p", Health.HEALTHY)
+    fleet.report_connection_failure("http://p", "aborted", num_doubts=2)
+    for health in (Health.DOWN, Health.HEALTHY):
+        fleet.set_health("http://p", health)
+        assert fleet.health("http://p") is health
+
+
 def test_draining_shows_in_the_snapshot() -> None:
     fleet = Fleet(["http://p"], ["http://d"])
     fleet.set_draining("http://d", True)
