@@ -13,12 +13,11 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
 
 import zmq
 
 from kvferry.connector.control import ControlContext, ControlServer, Received
-from kvferry.connector.decisions import Decisions
+from kvferry.connector.decisions import Answer, Decisions, Question
 from kvferry.connector.effects import (
     ContactPeer,
     CountHistoryEnd,
@@ -54,9 +53,6 @@ UNQUIET_POLL_S = 0.1
 FAILURE_REST_S = 0.05
 """After a bug was met: keeps a failure that repeats from eating a core."""
 _logger = get_logger(__name__)
-
-Question = ParamSpec("Question")
-Answer = TypeVar("Answer")
 
 
 class Mover:

@@ -148,14 +148,9 @@ def _shared(facts: DeploymentFacts) -> Iterator[Finding]:
 
 def _exchanged(facts: DeploymentFacts) -> Iterator[Finding]:
     """Yield each URL once where another instance answers than at its control address."""
-    answered = {
-        pair.source_url: pair.answered_by
-        for pair in facts.pairs
-        if is_another(facts.instance(pair.source_url), pair.answered_by)
-    }
-    for url, peer in answered.items():
+    for url, peer in _others_there(facts).items():
         instance = facts.instance(url)
-        if peer is None or instance.info is None or instance.control is None:
+        if instance.info is None or instance.control is None:
             continue
         yield Check(_CHECK, url).failed(
             f"{url} answers as {peer.instance_id}, but its control address "
@@ -195,8 +190,14 @@ def is_another(instance: InstanceFacts, peer: PeerAddress | None) -> bool:
 
 def misnamed_urls(facts: DeploymentFacts) -> frozenset[str]:
     """Return the URLs whose instance is another than their control port's."""
-    return frozenset(
-        pair.source_url
+    return frozenset(_others_there(facts))
+
+
+def _others_there(facts: DeploymentFacts) -> dict[str, PeerAddress]:
+    """Return who answered at each such URL."""
+    return {
+        pair.source_url: pair.answered_by
         for pair in facts.pairs
-        if is_another(facts.instance(pair.source_url), pair.answered_by)
-    )
+        if pair.answered_by is not None
+        and is_another(facts.instance(pair.source_url), pair.answered_by)
+    }

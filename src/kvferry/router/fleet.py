@@ -205,7 +205,8 @@ class Fleet:
         One with doubts stays suspect for as many probes that are answered well.
         """
         instance = self._find(url)
-        instance.num_doubts = max(instance.num_doubts, num_doubts)
+        if instance.health in (Health.HEALTHY, Health.SUSPECT):
+            instance.num_doubts = max(instance.num_doubts, num_doubts)
         if instance.health is Health.HEALTHY:
             instance.health = Health.SUSPECT
             instance.detail = detail

@@ -71,6 +71,14 @@ def test_one_that_has_ended_begins_without_doubts() -> None:
         assert fleet.health("http://p") is health
 
 
+def test_an_old_leg_that_ends_late_raises_no_doubts_about_the_next_start() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    fleet.set_health("http://p", Health.DOWN)
+    fleet.report_connection_failure("http://p", "aborted", num_doubts=2)
+    fleet.set_health("http://p", Health.HEALTHY)
+    assert fleet.health("http://p") is Health.HEALTHY
+
+
 def test_draining_shows_in_the_snapshot() -> None:
     fleet = Fleet(["http://p"], ["http://d"])
     fleet.set_draining("http://d", True)
