@@ -14,7 +14,7 @@ import msgspec
 from kvferry.router.upstream import LegFailedError, LegFailure
 
 _ABORTS = (b'"finish_reason":"abort"', b'"finish_reason": "abort"')
-_REASONS = (b'"finish_reason":"', b'"finish_reason": "')
+_REASONS = (b'"finish_reason":"', b'"finish_reason": "', b'\ndata: {"error"')
 _DONE = b"\ndata: [DONE]"
 # Inside a text quotes and line ends are escaped, so none of them is ever taken for one of these.
 _NUM_KEPT_BYTES = max(len(pattern) for pattern in (*_ABORTS, *_REASONS, _DONE))

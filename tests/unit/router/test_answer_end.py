@@ -55,6 +55,12 @@ def test_a_stream_that_ends_for_no_reason_was_aborted(before: bytes, size: int) 
     assert caught.value.cause is LegFailure.ABORTED
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_stream_that_ends_for_an_error_was_not_aborted(size: int) -> None:
+    error = b'data: {"error": {"message": "no"}}\n\n'
+    assert see(*pieces(_EVENT + error + _DONE, size)).is_done
+
+
 def test_a_text_of_the_end_is_not_the_end() -> None:
     assert not see(b'data: {"choices":[{"text":"so it ends: data: [DONE]').is_done
 
