@@ -144,11 +144,11 @@ def test_the_time_of_a_push_has_no_wait_for_prefill_in_it() -> None:
         source = Prefill(prefill)
         source.begin()
         blocks = begin_receive(decode, prefill)
-        threading.Event().wait(1.0)
+        threading.Event().wait(3.0)
         source.compute_all()
         assert_received(decode, blocks, source)
         assert decode.counter("kvferry_transfer_seconds_count", mode="push") == 1
-        assert decode.counter("kvferry_transfer_seconds_sum", mode="push") < 1.0
+        assert decode.counter("kvferry_transfer_seconds_sum", mode="push") < 3.0
 
 
 def test_only_what_is_missing_is_written() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -110,6 +111,7 @@ async def test_thousands_of_short_requests_leave_nothing(
     then, num_asked = [_Resources.of(server) for server in pair], 0
     await run(1_000_000, time.monotonic() + soak_s)
     await _ended_conversations(client, pair)
+    sys.stdout.write(f"{num_asked} requests in {soak_s:.0f} s\n")
     assert wrong == 0
     # A leak is at least one for each request; a pool of threads or memory may still settle.
     allowed = 64 + num_asked // 20

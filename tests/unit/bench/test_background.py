@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -19,11 +20,12 @@ from kvferry.bench.background import (
     WindowSample,
 )
 from kvferry.bench.client import CompletionClient
-from kvferry.clock import SystemClock
 from kvferry.errors import ConfigError, MeasurementError
+from kvferry.testing.fake_clock import FakeClock
 from tests.unit.bench.conftest import ServeAnswer, with_mode
 
 _LENGTH = 100
+_TOKEN_S = 0.005
 _PLAN = BackgroundPlan(
     num_streams=2,
     arrivals_per_s=50,
@@ -33,6 +35,8 @@ _PLAN = BackgroundPlan(
     num_moving=3,
     num_held=1,
 )
+RunBench = Callable[..., Awaitable[list[WindowSample]]]
+
 _CACHED = {"num_cached_tokens": 96}
 _MOVED = {"num_received_tokens": _LENGTH, "num_received_bytes": 8}
 
@@ -45,14 +49,27 @@ def _events(num_tokens: int, report: dict[str, Any]) -> list[dict[str, Any] | by
 
 
 @pytest.fixture
-async def decode_url() -> AsyncIterator[str]:
-    """An instance that streams a token every few milliseconds until it is left."""
+def clock() -> FakeClock:
+    """Time that passes only with what the servers do, so that a slow machine changes nothing."""
+    return FakeClock()
+
+
+@pytest.fixture
+async def client(clock: FakeClock) -> AsyncIterator[CompletionClient]:
+    async with aiohttp.ClientSession() as session:
+        yield CompletionClient(session, clock)
+
+
+@pytest.fixture
+async def decode_url(clock: FakeClock) -> AsyncIterator[str]:
+    """An instance that streams tokens until it is left; time passes with each of them."""
 
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         while True:
             await response.write(b'data: {"choices":[{"token_ids":[1]}]}\n\n')
+            clock.advance(_TOKEN_S / _PLAN.num_streams)
             await asyncio.sleep(0.005)
 
     app = web.Application()
@@ -67,10 +84,12 @@ async def decode_url() -> AsyncIterator[str]:
 class _Deployment:
     """Knows the prompts that prefill was asked for last, and reports as told."""
 
-    def __init__(self, held: dict[str, Any], moved: dict[str, Any], prefill: dict[str, Any]):
-        self.reports = {"held": held, "moved": moved, "prefill": prefill}
+    def __init__(self, clock: FakeClock, answer_s: float = 0.001, **reports: dict[str, Any]):
+        self.reports = {"held": _CACHED, "moved": _MOVED, "prefill": _CACHED} | reports
         self.warmed: list[tuple[int, ...]] = []
         self.arrived: list[tuple[str | None, tuple[int, ...]]] = []
+        self._clock = clock
+        self._answer_s = answer_s
 
     def prefill(self, body: dict[str, Any]) -> list[dict[str, Any] | bytes]:
         self.warmed.append(tuple(body["prompt"]))
@@ -79,34 +98,37 @@ class _Deployment:
     def route(self, body: dict[str, Any], mode: str | None) -> list[dict[str, Any] | bytes]:
         prompt = tuple(body["prompt"])
         self.arrived.append((mode, prompt))
+        self._clock.advance(self._answer_s)
         is_held = prompt == self.warmed[_PLAN.num_moving]
         return _events(2, {"mode": mode, **self.reports["held" if is_held else "moved"]})
 
 
-async def _run(
-    serve_answer: ServeAnswer,
-    client: CompletionClient,
-    decode_url: str,
-    deployment: _Deployment,
-    plan: BackgroundPlan = _PLAN,
-) -> list[WindowSample]:
-    targets = BackgroundTargets(
-        router_url=await serve_answer(with_mode(deployment.route)),
-        prefill_url=await serve_answer(deployment.prefill),
-        decode_url=decode_url,
-    )
-    steps: list[int] = []
-    bench = BackgroundBench(client, targets, plan, random.Random(1), SystemClock())
-    samples = await bench.run(on_step=lambda: steps.append(1))
-    assert len(steps) == bench.num_steps
-    return samples
+@pytest.fixture
+def run_bench(serve_answer: ServeAnswer, client: CompletionClient, clock: FakeClock) -> RunBench:
+    """Run a bench to its end, and count its steps."""
+
+    async def run(
+        decode_url: str, deployment: _Deployment, plan: BackgroundPlan = _PLAN
+    ) -> list[WindowSample]:
+        targets = BackgroundTargets(
+            router_url=await serve_answer(with_mode(deployment.route)),
+            prefill_url=await serve_answer(deployment.prefill),
+            decode_url=decode_url,
+        )
+        steps: list[int] = []
+        bench = BackgroundBench(client, targets, plan, random.Random(1), clock)
+        samples = await bench.run(on_step=lambda: steps.append(1))
+        assert len(steps) == bench.num_steps
+        return samples
+
+    return run
 
 
 async def test_arms_alternate_over_prompts_that_prefill_has(
-    serve_answer: ServeAnswer, client: CompletionClient, decode_url: str
+    run_bench: RunBench, decode_url: str, clock: FakeClock
 ) -> None:
-    deployment = _Deployment(_CACHED, _MOVED, _CACHED)
-    samples = await _run(serve_answer, client, decode_url, deployment)
+    deployment = _Deployment(clock)
+    samples = await run_bench(decode_url, deployment)
     assert Counter(sample.arm for sample in samples) == dict.fromkeys(BackgroundArm, 2)
     assert [sample.round for sample in samples] == [0, 0, 0, 1, 1, 1]
     assert all(sample.num_arrivals == 5 for sample in samples)
@@ -125,10 +147,9 @@ async def test_arms_alternate_over_prompts_that_prefill_has(
 
 
 async def test_a_window_s_figures_are_of_its_streams(
-    serve_answer: ServeAnswer, client: CompletionClient, decode_url: str
+    run_bench: RunBench, decode_url: str, clock: FakeClock
 ) -> None:
-    deployment = _Deployment(_CACHED, _MOVED, _CACHED)
-    for sample in await _run(serve_answer, client, decode_url, deployment):
+    for sample in await run_bench(decode_url, _Deployment(clock)):
         assert len(sample.stream_tpots_s) == 2
         assert min(sample.stream_tpots_s) <= sample.tpot_s <= max(sample.stream_tpots_s)
         assert 0.004 < sample.tpot_s <= sample.longest_gap_s
@@ -147,37 +168,35 @@ async def test_a_window_s_figures_are_of_its_streams(
     ],
 )
 async def test_what_is_not_its_arm_s_is_refused(
-    serve_answer: ServeAnswer,
-    client: CompletionClient,
+    run_bench: RunBench,
     decode_url: str,
+    clock: FakeClock,
     held: dict[str, Any],
     moved: dict[str, Any],
     prefill: dict[str, Any],
     words: str,
 ) -> None:
-    deployment = _Deployment(held, moved, prefill)
+    deployment = _Deployment(clock, held=held, moved=moved, prefill=prefill)
     with pytest.raises(MeasurementError, match=words):
-        await _run(serve_answer, client, decode_url, deployment)
+        await run_bench(decode_url, deployment)
 
 
 async def test_a_stream_that_ends_too_soon_is_refused(
-    serve_answer: ServeAnswer, client: CompletionClient
+    run_bench: RunBench, serve_answer: ServeAnswer, clock: FakeClock
 ) -> None:
     short = await serve_answer(lambda body: _events(3, {}))
     with pytest.raises(MeasurementError, match="a background stream ended before its window"):
-        await _run(serve_answer, client, short, _Deployment(_CACHED, _MOVED, _CACHED))
+        await run_bench(short, _Deployment(clock, answer_s=_PLAN.window_s))
 
 
 async def test_a_deployment_that_cannot_keep_up_is_refused(
-    serve_answer: ServeAnswer, client: CompletionClient, decode_url: str
+    run_bench: RunBench, decode_url: str, clock: FakeClock
 ) -> None:
     plan = BackgroundPlan(
         num_streams=1, length_tokens=_LENGTH, arrivals_per_s=1e6, window_s=0.1, max_unanswered=4
     )
     with pytest.raises(MeasurementError, match="cannot keep up"):
-        await _run(
-            serve_answer, client, decode_url, _Deployment(_CACHED, _MOVED, _CACHED), plan=plan
-        )
+        await run_bench(decode_url, _Deployment(clock), plan)
 
 
 @pytest.mark.parametrize(
