@@ -283,8 +283,9 @@ async def test_small_endpoints() -> None:
             assert response.status == 200
         async with world.client.get(base + "/kvferry/fleet") as response:
             fleet = await response.json()
+        assert "if it is vLLM, give --control" in fleet["prefill"][0].pop("detail")
         assert fleet["prefill"] == [
-            {"url": world.p.url, "health": "healthy", "detail": "", "is_draining": False,
+            {"url": world.p.url, "health": "healthy", "is_draining": False,
              "num_inflight": 0, "identity": None, "control_address": None}
         ]  # fmt: skip
         async with world.client.get(base + PATH) as response:

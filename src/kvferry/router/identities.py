@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from multidict import CIMultiDict
 
+from kvferry.errors import ConfigError, RemoteProtocolError
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode
@@ -21,15 +22,18 @@ from kvferry.router.upstream import Upstream
 if TYPE_CHECKING:
     from kvferry.router.control_port import ControlPorts  # A router without any needs no ZeroMQ.
 
+_INSTANCE_PATH = "/kvferry/instance"
+_PULLS_ONLY = "so it takes part in pulls only"
+
 
 class IdentitySource(Protocol):
     """Asks one instance who it is. The caller sets the deadline."""
 
     async def identify(self, url: str, known: InstanceIdentity | None) -> InstanceIdentity | None:
-        """Return who ``url`` is now, None where it does not say.
+        """Return who ``url`` is now, None where the options leave that open.
 
         ``known``: who it was, if it has been well ever since. Raises a ``FerryError`` where it
-        cannot be asked.
+        cannot be asked or does not say.
         """
         ...
 
@@ -56,9 +60,19 @@ class AskedIdentities:
         if address is not None and self._ports is not None:
             return identity_from(await self._ports.ask(address))
         if not self._has_http:
+            if self._addresses:
+                raise ConfigError(f"no --control is given for it, {_PULLS_ONLY}")
             return None
-        answer = await self._upstream.get(url, "/kvferry/instance", CIMultiDict())
-        return parse_identity(answer.body) if answer.status == 200 else None
+        answer = await self._upstream.get(url, _INSTANCE_PATH, CIMultiDict())
+        if answer.status != 200:
+            raise RemoteProtocolError(
+                f"GET {_INSTANCE_PATH} was answered {answer.status}, {_PULLS_ONLY}; "
+                "if it is vLLM, give --control or --engine"
+            )
+        identity = parse_identity(answer.body)
+        if identity is None:
+            raise RemoteProtocolError(f"its GET {_INSTANCE_PATH} cannot be read, {_PULLS_ONLY}")
+        return identity
 
     def close(self) -> None:
         """Close the control connections."""
