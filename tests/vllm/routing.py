@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +20,27 @@ _START_S = 60.0
 _ANSWER_S = 120.0
 
 
+@dataclass(slots=True)
+class RoutedAnswer:
+    """What a client got, whole or not."""
+
+    status: int
+    content: bytes
+    ended_s: float
+    tokens: list[int] = field(default_factory=list)
+    error_code: str = ""
+
+    def __post_init__(self) -> None:
+        """Read the tokens of all choices and the error, from a stream's events or the one body."""
+        for event in self.content.split(b"\n\n"):
+            data = event.removeprefix(b"data: ").strip()
+            if data.startswith(b"{"):
+                said = msgspec.json.decode(data)
+                self.error_code = self.error_code or said.get("error", {}).get("code", "")
+                for choice in said.get("choices", ()):
+                    self.tokens += choice.get("token_ids") or []
+
+
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
     """A router that listens at ``url``."""
@@ -26,28 +48,26 @@ class RunningRouter:
     url: str
     session: aiohttp.ClientSession
 
-    async def tokens(
+    async def ask(
         self, question: Question, headers: Mapping[str, str] | None = None, **fields: object
-    ) -> list[int]:
-        """Return the tokens of a good answer, streamed or not."""
+    ) -> RoutedAnswer:
+        """Return whatever comes, streamed or not."""
         body = question.body(**fields)
-        tokens: list[int] = []
         async with (
             asyncio.timeout(_ANSWER_S),
             self.session.post(f"{self.url}/v1/completions", json=body, headers=headers) as response,
         ):
             content = await response.read()
-            assert response.status == 200, content
-            assert b"kv_transfer_params" not in content
-        events = content.split(b"\n\n") if fields.get("stream") else [content]
-        for event in events:
-            data = event.removeprefix(b"data: ").strip()
-            if data.startswith(b"{"):
-                answer = msgspec.json.decode(data)
-                assert "error" not in answer, answer
-                for choice in answer["choices"]:
-                    tokens += choice.get("token_ids") or []
-        return tokens
+        return RoutedAnswer(response.status, content, time.monotonic())
+
+    async def tokens(
+        self, question: Question, headers: Mapping[str, str] | None = None, **fields: object
+    ) -> list[int]:
+        """Return the tokens of a good answer, streamed or not."""
+        answer = await self.ask(question, headers, **fields)
+        assert (answer.status, answer.error_code) == (200, ""), answer.content
+        assert b"kv_transfer_params" not in answer.content
+        return answer.tokens
 
     async def figure(self, name: str, **labels: str) -> float:
         """Return the sum of one of its metrics over all labels but the given ones."""

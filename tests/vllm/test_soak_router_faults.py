@@ -9,15 +9,13 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.vllm.asking import Client, Question, random_tokens
 from tests.vllm.conftest import Pair
-from tests.vllm.routing import RunningRouter, routing
+from tests.vllm.routing import RoutedAnswer, RunningRouter, routing
 from tests.vllm.serving import VllmServer
 from tests.vllm.settling import BOUND_S, have_all_run, wait_for, wait_whole
 
@@ -28,13 +26,6 @@ _ERROR_S = 10.0
 _NAMED_ERRORS = {"decode_failed", "prefill_failed", "no_instance"}
 _WAYS = [(mode, is_stream) for mode in ("pull", "push") for is_stream in (False, True)]
 _RUNNING = "vllm:num_requests_running"
-
-
-@dataclass(slots=True)
-class _Answer:
-    tokens: list[int] = field(default_factory=list)
-    error: str = ""
-    ended_s: float = 0.0
 
 
 @pytest.fixture
@@ -49,29 +40,16 @@ async def router(pair: Pair, client: Client, tmp_path: Path) -> AsyncIterator[Ru
     await wait_whole(client, *pair)
 
 
-async def _ask(router: RunningRouter, question: Question, mode: str, is_stream: bool) -> _Answer:
-    answer = _Answer()
-    async with router.session.post(
-        f"{router.url}/v1/completions",
-        json=question.body(stream=is_stream),
-        headers={"X-KVFerry-Mode": mode},
-    ) as response:
-        content = await response.read()
-    answer.ended_s = time.monotonic()
-    for event in content.split(b"\n\n"):
-        data = event.removeprefix(b"data: ").strip()
-        if data.startswith(b"{"):
-            said = msgspec.json.decode(data)
-            answer.error = answer.error or said.get("error", {}).get("code", "")
-            for choice in said.get("choices", ()):
-                answer.tokens += choice.get("token_ids") or []
-    return answer
+async def _ask(
+    router: RunningRouter, question: Question, mode: str, is_stream: bool
+) -> RoutedAnswer:
+    return await router.ask(question, {"X-KVFerry-Mode": mode}, stream=is_stream)
 
 
 async def _right_again(router: RunningRouter, question: Question, expected: list[int]) -> None:
     """Wait until the router has found out that all is well, and answers."""
     deadline_s = time.monotonic() + BOUND_S
-    while (answer := await _ask(router, question.again(), "push", is_stream=True)).error:
+    while (answer := await _ask(router, question.again(), "push", is_stream=True)).error_code:
         assert time.monotonic() < deadline_s, answer
         await asyncio.sleep(0.2)
     assert answer.tokens == expected
@@ -88,12 +66,12 @@ def _inflict(fault: str, server: VllmServer) -> None:
 
 
 def _assert_right_or_clear(
-    answers: Sequence[_Answer], expected: list[int], began_s: float, plain_s: float
+    answers: Sequence[RoutedAnswer], expected: list[int], began_s: float, plain_s: float
 ) -> None:
     for answer in answers:
         took_s = answer.ended_s - began_s
-        if answer.error:
-            assert answer.error in _NAMED_ERRORS
+        if answer.error_code:
+            assert answer.error_code in _NAMED_ERRORS
             assert answer.tokens == expected[: len(answer.tokens)]
             assert took_s < _ERROR_S
         else:
@@ -122,7 +100,7 @@ async def test_clients_get_right_tokens_or_a_clear_error_soon(
     answers = await asyncio.gather(*asked)
     _assert_right_or_clear(answers, expected, began_s, plain_s)
     if victim == "prefill":
-        assert not any(answer.error for answer in answers)
+        assert not any(answer.error_code for answer in answers)
     if fault == "told to end":
         await asyncio.to_thread(lost.stop)
     await have_all_run(lost)
