@@ -97,13 +97,21 @@ class NixlAgent:
         configuration = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._nixl: Any = self._call(Stage.SET_UP, nixl.nixl_agent, self.name, configuration)
         self._alive = weakref.ref(self._nixl.agent)
-        self._call(
-            Stage.SET_UP, self._nixl.create_backend, options.backend, engine_options(options)
-        )
+        self._start_backend(options)
         kind = geometry[0].kind.value
         rows = registration_rows(geometry)
         _present(self._call(Stage.SET_UP, self._nixl.register_memory, rows, kind))
         self.metadata: bytes = _present(self._call(Stage.SET_UP, self._nixl.get_agent_metadata))
+
+    def _start_backend(self, options: NixlOptions) -> None:
+        settings = engine_options(options)
+        try:
+            self._call(Stage.SET_UP, self._nixl.create_backend, options.backend, settings)
+        except ConfigError as error:
+            raise ConfigError(
+                f"NIXL's backend {options.backend} does not start ({error}); "
+                "with NIXL_LOG_LEVEL=INFO in the environment NIXL says why"
+            ) from None
 
     def attach(self, theirs: NixlMetadata) -> None:
         """Load the peer's agent and prepare the descriptors of all blocks of both sides."""

@@ -49,7 +49,8 @@ def test_every_error_of_nixl_is_mapped() -> None:
 
 def test_wrong_options_are_config_errors(geometry: tuple[RegionGeometry, ...]) -> None:
     for options in (NixlOptions(ucx_tls="bogus"), NixlOptions("LIBFABRIC")):
-        with pytest.raises(ConfigError):
+        words = f"backend {options.backend} does not start .* NIXL_LOG_LEVEL=INFO"
+        with pytest.raises(ConfigError, match=words):
             NixlAgent(load_nixl(), options, geometry)
 
 
