@@ -26,7 +26,7 @@ from kvferry.errors import (
     TransferFailedError,
 )
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
-from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
+from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery, Renew
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.transport import nixl, shm
@@ -61,6 +61,19 @@ def test_blocks_arrive_bit_equal_and_both_pools_are_whole(transport_name: str) -
         wait_whole(prefill, decode)
         assert decode.counter("kvferry_receives_total", mode="pull", outcome="received") == 3
         assert prefill.counter("kvferry_handoffs_total", outcome="read") == 3
+
+
+def test_a_process_with_many_open_files_moves_blocks_too() -> None:
+    """As a worker that has loaded a model: select() knows no descriptor above 1023."""
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull, "rb"))
+        with pair() as (prefill, decode):
+            prefill.offer(TRANSFER)
+            blocks, result = decode.receive(TRANSFER, prefill)
+            assert result.outcome is ReceiveOutcome.RECEIVED, result.detail
+            decode.pool.drop(blocks)
+            wait_whole(prefill, decode)
 
 
 @pytest.mark.parametrize("transport_name", TRANSPORTS)
@@ -209,11 +222,17 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
     with pair() as (_, decode):
         refused = ("tcp://192.0.2.1:5000", "ipc:///tmp/x", "tcp://127.0.0.1", "inproc://x")
         ports = ("0", "65536", "-1", "http", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 5000)
+        wish = HistoryWish((BlockHash(b"h" * 32),), (BlockNumber(0),), (), 16, 1)
         for address in (*refused, *(f"tcp://127.0.0.1:{port}" for port in ports)):
+            peer = PeerAddress(InstanceId("x"), Epoch(1), address)
             with pytest.raises(RequestError, match="control_address"):
-                decode.exchange.begin_receive(
-                    TRANSFER, PeerAddress(InstanceId("x"), Epoch(1), address), PROMPT
-                )
+                decode.exchange.begin_receive(TRANSFER, peer, PROMPT)
+            with pytest.raises(RequestError, match="control_address"):
+                decode.exchange.contact(peer)
+            with pytest.raises(RequestError, match="control_address"):
+                decode.exchange.read_history(peer, wish)
+        with pytest.raises(RequestError, match="it holds its own history"):
+            decode.exchange.read_history(decode.exchange.address, wish)
 
 
 @pytest.mark.parametrize("kind", ["pull", "push", "history"])

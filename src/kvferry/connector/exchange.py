@@ -129,12 +129,12 @@ class Exchange:
 
     def contact(self, peer: PeerAddress) -> None:
         """See ``ConnectorPort``."""
-        self._check_address(peer.control_address)
-        self._check_is_another(peer, "history", "it holds its own history anyway")
+        self._check_holder(peer)
         self._mover.submit([ContactPeer(peer)])
 
     def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         """See ``ConnectorPort``."""
+        self._check_holder(peer)
         transfer_id = self._mover.answer(self._planner.read_history, peer, wish)
         self._modes[transfer_id] = HISTORY_MODE
         return transfer_id
@@ -227,6 +227,10 @@ class Exchange:
             num_free_blocks=self._memory.blocks.num_free,
             software_version=__version__,
         )
+
+    def _check_holder(self, peer: PeerAddress) -> None:
+        self._check_address(peer.control_address)
+        self._check_is_another(peer, "history", "it holds its own history anyway")
 
     def _check_is_another(self, peer: PeerAddress, param: str, advice: str) -> None:
         if peer.instance_id == self.address.instance_id:

@@ -8,9 +8,8 @@ millisecond. Nothing here waits for an engine step, and no engine thread waits f
 from __future__ import annotations
 
 import math
-import os
-import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -40,6 +39,7 @@ from kvferry.connector.parts import MoverParts
 from kvferry.connector.readers import Readers
 from kvferry.connector.reads import Reads
 from kvferry.connector.requests import Sendable
+from kvferry.connector.waker import Waker
 from kvferry.connector.writes import Writes
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
@@ -81,9 +81,7 @@ class Mover:
         self._reads = Reads(parts.clock, parts.digester)
         self._writes = Writes()
         self._requests: deque[Received] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
-        self._is_closed = False
+        self._waker = Waker()
         self._is_torn_down = False
         self._poller = zmq.Poller()
         self._holders = Holders(
@@ -106,7 +104,7 @@ class Mover:
     def submit(self, effects: Sequence[Effect]) -> None:
         """Have ``effects`` executed soon, in order. Any thread."""
         self._decisions.add(effects)
-        self._wake()
+        self._waker.wake()
 
     def decide(
         self,
@@ -119,7 +117,7 @@ class Mover:
         Wakes the mover even for none: what the planner was told may have brought a deadline nearer.
         """
         self._decisions.make(decide, *args, **kwargs)
-        self._wake()
+        self._waker.wake()
 
     def answer(
         self,
@@ -129,7 +127,7 @@ class Mover:
     ) -> Answer:
         """Like ``decide``, for a decision that is also an answer; return that. Any thread."""
         answer = self._decisions.answer(decide, *args, **kwargs)
-        self._wake()
+        self._waker.wake()
         return answer
 
     def num_resting_peers(self) -> int:
@@ -143,7 +141,7 @@ class Mover:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread, end every link and free the control port. Safe to repeat."""
         self._stopping = True
-        self._wake()
+        self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -151,36 +149,36 @@ class Mover:
                 return
         else:
             self._tear_down()
-        with self._wake_lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self._wake_fd)
-
-    def _wake(self) -> None:
-        # After the end the descriptor's number may be another file's.
-        with self._wake_lock:
-            if not self._is_closed:
-                os.eventfd_write(self._wake_fd, 1)
+        self._waker.close()
 
     # -- the loop -------------------------------------------------------------------------------
     def _run(self) -> None:
         self._poller.register(self._server.socket, zmq.POLLIN)
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._waker.descriptor, zmq.POLLIN)
         try:
             while not self._stopping:
-                self._wait()
+                self._wait_or_rest()
                 self._turn()
             self._execute()
         finally:
             self._tear_down()
 
+    def _wait_or_rest(self) -> None:
+        """Wait for what is next. A bug met in waiting must not end the thread that all need."""
+        try:
+            self._wait()
+        except Exception:
+            _logger.exception("the mover failed in waiting: a bug in kvferry")
+            time.sleep(FAILURE_REST_S)
+
     def _wait(self) -> None:
         wait_s = self._wait_s()
         if wait_s < MAX_TURN_S:
             # ZeroMQ waits in whole milliseconds; a transfer that runs wants shorter turns.
-            select.select([self._wake_fd], [], [], wait_s)
+            self._waker.wait(wait_s)
             wait_s = 0.0
         self._poller.poll(math.ceil(wait_s * 1000))
+        self._waker.clear()
 
     def _turn(self) -> None:
         """Do one turn of each duty. A bug met in one must not end the thread that all need."""
@@ -195,7 +193,6 @@ class Mover:
             self._holders.send_late_releases,
             self._act_on_deadlines,
         )
-        self._drain_wake_fd()
         for duty in duties:
             try:
                 duty()
@@ -235,12 +232,6 @@ class Mover:
     def _is_transferring(self) -> bool:
         is_sending = self._writes.num_running > 0 or self._readers.is_serving
         return is_sending or self._reads.num_running > 0 or self._holders.is_progressing
-
-    def _drain_wake_fd(self) -> None:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return
 
     def _answer_requests(self) -> None:
         self._requests.extend(self._server.receive())
