@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connector.effects import SendRegister
+from kvferry.connector.effects import SendRegister, SendRenew
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.connector.push import PUSH_RECEIVER, FillState
 from kvferry.protocol.ids import BlockNumber, TransferId
@@ -19,8 +20,10 @@ class Fill:
     transfer_id: TransferId
     peer: PeerAddress
     prompt: PromptIdentity
-    deadline_s: float
+    wait_deadline_s: float
+    """Without blocks it waits until then, for prefill or for its turn."""
     next_beat_s: float
+    deadline_s: float = field(init=False)
     posted_s: float | None = None
     """When the sender first told of WRITEs into ``blocks``."""
     state: FillState = PUSH_RECEIVER.initial
@@ -38,10 +41,23 @@ class Fill:
     num_bytes: int = 0
     release_outcome: ReleaseOutcome = ReleaseOutcome.FAILED
 
+    def __post_init__(self) -> None:
+        """The first wait is for prefill."""
+        self.deadline_s = self.wait_deadline_s
+
+    def set_aside(self, blocks: Sequence[BlockNumber], first_block: int, generation: int) -> None:
+        """Take ``blocks`` for the prompt's from ``first_block`` on; nothing of them is posted."""
+        self.blocks, self.posted_s = tuple(blocks), None
+        self.first_block, self.generation = first_block, generation
+
     def note_posting(self, now_s: float) -> None:
         """WRITEs into ``blocks`` are being posted, the first or more of them."""
         if self.posted_s is None:
             self.posted_s = now_s
+
+    def beat(self, lease_s: float) -> SendRenew:
+        """Return what asks the sender whether it lives, and tells it that this receiver does."""
+        return SendRenew(self.peer, self.transfer_id, lease_s)
 
     def registration(self, now_s: float) -> SendRegister:
         """Return what tells the sender of ``blocks``."""

@@ -17,7 +17,6 @@ from kvferry.connector.effects import (
     Effect,
     NotifyEngine,
     SendRelease,
-    SendRenew,
     StartProgress,
     StopProgress,
 )
@@ -106,28 +105,27 @@ class PushReceiver:
     ) -> list[Effect]:
         """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
         now_s = self._clock.monotonic_s()
-        self._fills[transfer_id] = Fill(
+        fill = self._fills[transfer_id] = Fill(
             transfer_id,
             peer,
             prompt,
-            deadline_s=now_s + self._config.prefill_timeout_s,
+            wait_deadline_s=now_s + self._config.prefill_timeout_s,
             next_beat_s=now_s + self._config.push_heartbeat_s,
         )
         # The first beat at once: it tells the sender where to send its notices.
-        beat = SendRenew(peer, transfer_id, self._config.handoff_lease_s)
-        return [ContactPeer(peer), beat]
+        return [ContactPeer(peer), fill.beat(self._config.handoff_lease_s)]
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
         """See ``ConnectorPort.may_receive``."""
         fill = self._fills.get(transfer_id)
         if fill is None or fill.is_admitted:
             return True
-        waiting = sum(
+        room = self._max_registered - num_blocks
+        return room >= 0 and room >= sum(
             len(f.blocks)
             for f in self._fills.values()
             if f.state is FillState.FILLING and not f.is_admitted
         )
-        return waiting + num_blocks <= self._max_registered
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
@@ -140,10 +138,10 @@ class PushReceiver:
             fill.outcome = ReceiveOutcome.DECLINED
             fill.detail = "too many blocks are in quarantine to start another with this peer"
             return self._step(fill, FillEvent.DEADLINE)
-        fill.blocks, fill.posted_s = tuple(blocks), None
-        fill.first_block = first_block
-        fill.generation = self._next_generation
+        fill.set_aside(blocks, first_block, self._next_generation)
         self._next_generation += 1
+        if fill.end is not None:
+            fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
         return self._step(fill, FillEvent.BLOCKS_GIVEN)
 
     def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
@@ -151,6 +149,7 @@ class PushReceiver:
         fill = self._fills.get(transfer_id)
         if fill is None or fill.state is not FillState.FILLING:
             return False, []
+        fill.deadline_s = fill.wait_deadline_s
         return True, self._step(fill, FillEvent.GIVEN_BACK)
 
     def end(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
@@ -207,8 +206,7 @@ class PushReceiver:
                 effects += self._on_deadline(fill, now_s)
             elif fill.state is not FillState.QUARANTINED and now_s >= fill.next_beat_s:
                 fill.next_beat_s = now_s + self._config.push_heartbeat_s
-                lease_s = self._config.handoff_lease_s
-                effects.append(SendRenew(fill.peer, fill.transfer_id, lease_s))
+                effects.append(fill.beat(self._config.handoff_lease_s))
         return effects
 
     def next_deadline_s(self) -> float | None:
@@ -270,7 +268,8 @@ class PushReceiver:
             return []
         fill.end = end
         fill.is_admitted = True
-        fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
+        if fill.state is FillState.FILLING:
+            fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
         return self._step(fill, FillEvent.FIRST_TOKEN)
 
     def _on_written(self, fill: Fill, notice: Written) -> list[Effect]:

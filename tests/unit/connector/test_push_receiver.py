@@ -21,14 +21,12 @@ from kvferry.connector.events import (
     PeerQuiet,
     RegisterAnswered,
     ReleaseAnswered,
-    RenewAnswered,
 )
 from kvferry.connector.ports import PrefillEnd, ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch
 from kvferry.protocol.messages import (
-    Admitted,
     Declined,
     DeclineReason,
     Failed,
@@ -38,7 +36,6 @@ from kvferry.protocol.messages import (
     Posting,
     Quiet,
     ReleaseOutcome,
-    Renewed,
     Written,
 )
 from kvferry.protocol.params import Mode
@@ -56,10 +53,14 @@ def begin(world: World) -> None:
 
 def start(world: World) -> list[BlockNumber]:
     begin(world)
+    return give_blocks(world, 0)
+
+
+def give_blocks(world: World, generation: int) -> list[BlockNumber]:
     blocks = world.pool.allocate(3)
     (register,) = world.planner.receive(TRANSFER, blocks, 0)
     assert isinstance(register, SendRegister)
-    assert (register.generation, register.blocks) == (0, tuple(blocks))
+    assert (register.generation, register.blocks) == (generation, tuple(blocks))
     return blocks
 
 
@@ -226,66 +227,6 @@ def test_a_declined_registration_gives_the_blocks_back(world: World) -> None:
     assert only_outcome(world) is ReceiveOutcome.MISMATCH
     world.pool.drop(blocks)
     world.assert_idle()
-
-
-def test_heartbeats_bound_the_wait_for_a_sender_that_forgot(world: World) -> None:
-    blocks = start(world)
-    gone = RenewAnswered(TRANSFER, Declined(DeclineReason.GONE, "who?"))
-    assert world.planner.handle(gone) == []  # the prefill leg may be on its way
-    world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0)))
-    world.planner.handle(gone)
-    assert only_outcome(world) is ReceiveOutcome.GONE
-    world.pool.drop(blocks)
-    notice(world, Quiet(TRANSFER, 0))
-    world.assert_idle()
-
-
-def test_a_prefill_that_was_preempted_is_admitted_no_more_until_it_goes_on() -> None:
-    """Its receiver's blocks may be what it waits for: they count, and may be taken back."""
-    world = make_world(max_registered_share=0.25)
-    blocks = start(world)
-    for is_admitted in (True, False, True):
-        world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0, is_admitted)))
-        assert world.planner.may_receive(TRANSFER, 1000) is is_admitted
-    notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest))
-    world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0)))
-    assert world.planner.may_receive(TRANSFER, 1000), "it needs no blocks any more"
-    world.planner.end_receive(TRANSFER, needed=True)
-    world.planner.handle(ReleaseAnswered(TRANSFER, True))
-    world.pool.drop(blocks)
-    world.assert_idle()
-
-
-def test_a_heartbeat_is_sent_every_second_until_the_end(world: World) -> None:
-    blocks = start(world)
-    for _ in range(3):
-        world.clock.advance(1.0)
-        assert world.planner.tick() == [SendRenew(PEER, TRANSFER, 30.0)]
-    notice(world, WRITTEN)
-    world.clock.advance(1.0)
-    assert world.planner.tick() == []
-    world.pool.drop(blocks)
-
-
-def test_after_the_first_token_the_blocks_must_come_in_time(world: World) -> None:
-    blocks = start(world)
-    world.clock.advance(100.0)
-    notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest))
-    world.clock.advance(10.0)
-    world.planner.tick()
-    assert only_outcome(world) is ReceiveOutcome.SLOW
-    world.pool.drop(blocks)
-    notice(world, Quiet(TRANSFER, 0))
-    world.assert_idle()
-
-
-def test_registrations_before_admission_have_a_share_only() -> None:
-    world = make_world(num_blocks=16, max_registered_share=0.25)
-    begin(world)
-    assert world.planner.may_receive(TRANSFER, 4)
-    assert not world.planner.may_receive(TRANSFER, 5)
-    assert notice(world, Admitted(TRANSFER)) == [NotifyEngine()]
-    assert world.planner.may_receive(TRANSFER, 16)
 
 
 def test_misuse_by_the_engine_is_told(world: World) -> None:
