@@ -6,6 +6,7 @@ by itself: whoever needs room asks for it, and tails of the oldest conversations
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class RetainedConversations:
         self._clock = clock
         self._by_last: OrderedDict[BlockHash, _Conversation] = OrderedDict()
         self._cover: Counter[BlockHash] = Counter()
+        self._next_end_s = math.inf
+        """No conversation ends before: most steps need not look at any."""
 
     @property
     def num_conversations(self) -> int:
@@ -67,6 +70,7 @@ class RetainedConversations:
             leaving += self._end(last_hash)
         if kept:
             ends_at_s = self._clock.monotonic_s() + lasts_s
+            self._next_end_s = min(self._next_end_s, ends_at_s)
             self._by_last[hashes[-1]] = _Conversation(kept, hashes[-1], ends_at_s)
         leaving += self.give_way(len(self._cover) - self._max_blocks)
         return len(kept), tuple(leaving)
@@ -74,8 +78,12 @@ class RetainedConversations:
     def expire(self) -> Hashes:
         """End what is past its time; return the hashes to let go of."""
         now_s = self._clock.monotonic_s()
+        if now_s < self._next_end_s:
+            return ()
         over = [last for last, c in self._by_last.items() if c.ends_at_s <= now_s]
-        return tuple(block_hash for last in over for block_hash in self._end(last))
+        leaving = tuple(block_hash for last in over for block_hash in self._end(last))
+        self._next_end_s = min((c.ends_at_s for c in self._by_last.values()), default=math.inf)
+        return leaving
 
     def give_way(self, num_blocks: int) -> Hashes:
         """Return hashes to let go of, so that ``num_blocks`` fewer blocks are retained."""

@@ -71,6 +71,8 @@ class Desk:
         self._request_of: dict[TransferId, RequestId] = {}
         self._mode_of: dict[TransferId, str] = {}
         self._failed: list[FillEnd] = []
+        self._refused: set[RequestId] = set()
+        """Whose receive could not begin, and who has been told so."""
         self._sending: dict[TransferId, _Sending] = {}
         self._registered: set[TransferId] = set()
         """Pushes whose prefill has not been admitted, as far as was told."""
@@ -163,14 +165,21 @@ class Desk:
     def _begin(self, order: Begin) -> None:
         identity = PromptIdentity(order.num_tokens, order.digest)
         peer = order.peer.of_rank(self._rank)
-        with self._lock:  # the result may come before this knows whose it is
+        # Told at once: a push that waits for its prefill would wait for ever. Under the lock, since
+        # the result may come before this knows whose it is.
+        with self._failing(order.request_id), self._lock:
+            self._refused.add(order.request_id)
             self._exchange.begin_receive(order.transfer_id, peer, identity, mode=order.mode)
+            self._refused.discard(order.request_id)
             self._request_of[order.transfer_id] = order.request_id
             self._mode_of[order.transfer_id] = order.mode.value
             if order.mode is Mode.PUSH:
                 self._registered.add(order.transfer_id)
 
     def _fill(self, order: Fill) -> None:
+        if order.request_id in self._refused:
+            with self._pinned(order.blocks):
+                return
         with self._pinned(order.blocks), self._failing(order.request_id):
             if self._request_of.get(order.transfer_id) != order.request_id:
                 raise LocalProtocolError(f"receive of {order.transfer_id} was not begun")
@@ -198,6 +207,7 @@ class Desk:
                 del self._mode_of[transfer_id]
                 self._registered.discard(transfer_id)
             self._failed = [f for f in self._failed if f.request_id != order.request_id]
+            self._refused.discard(order.request_id)
         for transfer_id in ended:
             self._exchange.end_receive(transfer_id, needed=order.needed)
 
@@ -244,6 +254,7 @@ class Desk:
             self._sending.pop(order.transfer_id, None)
         elif sending is not None:
             self._exchange.advance_send(order.transfer_id, (), 0)
+            self._exchange.pause_send(order.transfer_id)
         if sending is not None:
             blocks, sending.blocks = sending.blocks, []
             self._pins.drop(blocks)
@@ -268,10 +279,10 @@ class Desk:
 
     @contextmanager
     def _failing(self, request_id: RequestId) -> Iterator[None]:
-        """Nothing was posted if this raises: the request's end is that it failed."""
+        """Nothing was posted if this raises, if by a bug: the request's end is that it failed."""
         try:
             yield
-        except FerryError as error:
+        except Exception as error:
             end = FillEnd(request_id, ReceiveOutcome.FAILED.value, str(error))
             with self._lock:
                 self._failed.append(end)

@@ -63,6 +63,8 @@ class SchedulerHalf:
         self._block_size = block_size_tokens
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
+        self._registered: dict[str, Tracked] = {}
+        """Those with blocks that a peer may write into."""
         self._needs = BlockNeeds(block_size_tokens)
         self._loads: list[Load] = []
         self._is_waiting = False
@@ -221,15 +223,14 @@ class SchedulerHalf:
         """
         self._needs.end(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
+        self._registered.pop(request.request_id, None)
         if tracked is None:
             self._retaining.retain(request, block_ids, None)
             return None
-        if tracked.transfer.role is Role.PREFILL:
-            if tracked.is_loading:
-                self._orders.send(End(tracked.request_id, True))
-            return self._hand_over(tracked, block_ids, ended_well=ended_well)
         if tracked.has_begun:
             self._end_receive(tracked, needed=True)
+        if tracked.transfer.role is Role.PREFILL:
+            return self._hand_over(tracked, block_ids, ended_well=ended_well)
         if not tracked.is_loading:
             self._retaining.retain(request, block_ids, tracked.transfer.retention_s)
         return None
@@ -254,6 +255,7 @@ class SchedulerHalf:
         self._park(tracked, blocks)
         if tracked.transfer.mode is Mode.PUSH:
             tracked.num_registered_blocks = len(blocks)
+            self._registered[tracked.request_id] = tracked
         self._orders.send(Fill(tracked.request_id, tracked.transfer.transfer_id, blocks, first))
 
     def _fill_history(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
@@ -297,7 +299,7 @@ class SchedulerHalf:
         is_push = tracked.wants_receive and tracked.transfer.mode is Mode.PUSH
         if not is_push or tracked.is_peer_at_work:
             return True
-        waiting = sum(t.num_waiting_registered_blocks for t in self._tracked.values())
+        waiting = sum(t.num_waiting_registered_blocks for t in self._registered.values())
         max_blocks = int(self._settings.max_registered_share * self._hello.num_blocks)
         return waiting + self._blocks_for(num_tokens) <= max_blocks
 
@@ -314,6 +316,7 @@ class SchedulerHalf:
         if tracked is not None:
             tracked.is_loading = False
             tracked.num_registered_blocks = 0
+            self._registered.pop(end.request_id, None)
             if not end.is_received:
                 # A push may fail before its request has blocks: it need not be parked for that.
                 tracked.wants_receive = False

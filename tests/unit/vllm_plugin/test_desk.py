@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvferry.connector.ports import (
-    ConnectorSnapshot,
-    FirstTokenArrival,
-    HandoffOffer,
-    PrefillEnd,
-    PromptIdentity,
-    ReceiveOutcome,
-    ReceiveResult,
-)
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
 from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId, TransferId
-from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.vllm_plugin.desk import Desk
+from kvferry.protocol.ids import BlockHash, RequestId, TransferId
+from kvferry.protocol.params import Mode
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
     Begin,
@@ -38,7 +27,7 @@ from kvferry.vllm_plugin.orders import (
     Retain,
     Withdraw,
 )
-from kvferry.vllm_plugin.pins import PinnedBlocks
+from tests.unit.vllm_plugin.desk_rig import DeskRig
 from tests.unit.vllm_plugin.fake_engine import PEER, blocks
 
 _DIGEST = b"d" * 32
@@ -46,132 +35,12 @@ _A, _X = RequestId("a"), TransferId("x")
 _BEGIN = Begin(_A, _X, PEER, 8, _DIGEST, Mode.PULL)
 
 
-class _Exchange:
-    """Holds what it is given to fill, offer or send, as the real one does."""
-
-    def __init__(self, pins: PinnedBlocks) -> None:
-        self.pins = pins
-        self.results: list[ReceiveResult] = []
-        self.held: dict[TransferId, tuple[BlockNumber, ...]] = {}
-        self.calls: list[tuple[object, ...]] = []
-        self.peers: list[PeerAddress] = []
-        self.error: Exception | None = None
-        self.admitted: set[TransferId] = set()
-        self.offers: set[TransferId] = set()
-        self.on_begin: Callable[[], None] = lambda: None
-
-    def _hold(self, transfer_id: TransferId, given: Sequence[BlockNumber]) -> None:
-        if self.error is not None:
-            raise self.error
-        self.pins.hold(given)
-        self.held[transfer_id] = tuple(given)
-
-    def let_go(self, transfer_id: TransferId) -> None:
-        self.pins.drop(self.held.pop(transfer_id))
-
-    def begin_receive(
-        self,
-        transfer_id: TransferId,
-        peer: PeerAddress,
-        prompt: PromptIdentity,
-        *,
-        mode: Mode = Mode.PULL,
-    ) -> None:
-        if self.error is not None:
-            raise self.error
-        self.peers.append(peer)
-        self.calls.append(("begin_receive", transfer_id, mode))
-        self.on_begin()
-
-    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
-        return transfer_id in self.admitted
-
-    def receive(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
-    ) -> None:
-        self._hold(transfer_id, blocks)
-
-    def give_back(self, transfer_id: TransferId) -> bool:
-        return False
-
-    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
-        self.calls.append(("end_receive", transfer_id, needed))
-
-    def take_results(self) -> list[ReceiveResult]:
-        results, self.results = self.results, []
-        return results
-
-    def take_first_tokens(self) -> list[FirstTokenArrival]:
-        return []
-
-    def contact(self, peer: PeerAddress) -> None:
-        self.peers.append(peer)
-
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
-        transfer_id = TransferId("history-1")
-        self.peers.append(peer)
-        self._hold(transfer_id, wish.blocks)
-        return transfer_id
-
-    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
-        self.calls.append(("begin_send", transfer_id))
-
-    def advance_send(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
-    ) -> None:
-        self.calls.append(("advance_send", tuple(blocks), num_tokens))
-
-    def pause_send(self, transfer_id: TransferId) -> None:
-        self.calls.append(("pause_send", transfer_id))
-
-    def complete_send(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
-    ) -> HandoffOffer:
-        self._hold(transfer_id, blocks)
-        return HandoffOffer(PEER, 30.0)
-
-    def is_send_wanted(self, transfer_id: TransferId) -> bool:
-        return True
-
-    def take_stopped_sends(self) -> list[TransferId]:
-        return []
-
-    def offer(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
-    ) -> HandoffOffer:
-        self._hold(transfer_id, blocks)
-        self.offers.add(transfer_id)
-        return HandoffOffer(PEER, 30.0)
-
-    def withdraw(self, transfer_id: TransferId) -> None:
-        self.calls.append(("withdraw", transfer_id))
-
-    def give_up_oldest(self, num_blocks: int) -> int:
-        for transfer_id in self.offers:
-            self.let_go(transfer_id)
-        return num_blocks
-
-    def snapshot(self) -> ConnectorSnapshot:
-        return ConnectorSnapshot()
-
-
-class _Rig:
-    def __init__(self, rank: int = 0) -> None:
-        self.pins = PinnedBlocks(32)
-        self.exchange = _Exchange(self.pins)
-        self.num_told = 0
-        self.desk = Desk(self.exchange, self.pins, self._tell, rank)
-
-    def _tell(self) -> None:
-        self.num_told += 1
-
-
 @pytest.fixture
-def rig() -> _Rig:
-    return _Rig()
+def rig() -> DeskRig:
+    return DeskRig()
 
 
-def test_blocks_come_back_once_the_exchange_has_let_go_of_them(rig: _Rig) -> None:
+def test_blocks_come_back_once_the_exchange_has_let_go_of_them(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.desk.obey(Fill(_A, _X, blocks(4, 5), 0))
     assert rig.pins.take_returned() == []
@@ -179,7 +48,7 @@ def test_blocks_come_back_once_the_exchange_has_let_go_of_them(rig: _Rig) -> Non
     assert rig.pins.take_returned() == [4, 5]
 
 
-def test_a_result_is_its_requests_end(rig: _Rig) -> None:
+def test_a_result_is_its_requests_end(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.desk.obey(Fill(_A, _X, blocks(4, 5), 0))
     result = ReceiveResult(_X, ReceiveOutcome.RECEIVED, num_bytes=9, num_blocks=2)
@@ -189,7 +58,7 @@ def test_a_result_is_its_requests_end(rig: _Rig) -> None:
     assert rig.desk.take_ends() == []
 
 
-def test_a_result_that_comes_as_the_receive_begins_is_not_lost(rig: _Rig) -> None:
+def test_a_result_that_comes_as_the_receive_begins_is_not_lost(rig: DeskRig) -> None:
     """A peer that rests since it was lost is told of by another thread at once."""
     ends: list[FillEnd] = []
     taking = threading.Thread(target=lambda: ends.extend(rig.desk.take_ends()))
@@ -205,7 +74,7 @@ def test_a_result_that_comes_as_the_receive_begins_is_not_lost(rig: _Rig) -> Non
     assert [(end.request_id, end.outcome) for end in ends] == [(_A, "unreachable")]
 
 
-def test_a_push_that_was_written_has_filled_all(rig: _Rig) -> None:
+def test_a_push_that_was_written_has_filled_all(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.exchange.results = [ReceiveResult(_X, ReceiveOutcome.RECEIVED)]
     (end,) = rig.desk.take_ends()
@@ -213,19 +82,31 @@ def test_a_push_that_was_written_has_filled_all(rig: _Rig) -> None:
     assert blocks(1, 2)[end.num_blocks :] == ()
 
 
-def test_a_receive_that_cannot_begin_fails_when_its_blocks_are_there(rig: _Rig) -> None:
+def test_a_receive_that_cannot_begin_fails_at_once_and_once(rig: DeskRig) -> None:
+    """A push that waits for its prefill to be admitted would wait for ever."""
     rig.exchange.error = RequestError("in use")
     rig.desk.obey(_BEGIN)
-    assert rig.desk.take_ends() == []
     rig.exchange.error = None
     rig.desk.obey(Fill(_A, _X, blocks(4), 0))
     (end,) = rig.desk.take_ends()
     assert (end.request_id, end.is_received) == (_A, False)
     assert rig.pins.take_returned() == [4]
     assert rig.num_told == 1
+    rig.desk.obey(End(_A, True))
+    assert ("end_receive", _X, True) not in rig.exchange.calls
 
 
-def test_a_second_request_under_one_transfer_id_fails_alone(rig: _Rig) -> None:
+def test_a_bug_in_filling_fails_its_request_too(rig: DeskRig) -> None:
+    rig.desk.obey(_BEGIN)
+    rig.exchange.error = KeyError("a bug")
+    with pytest.raises(KeyError):
+        rig.desk.obey(Fill(_A, _X, blocks(4), 0))
+    (end,) = rig.desk.take_ends()
+    assert (end.request_id, end.is_received) == (_A, False)
+    assert rig.pins.take_returned() == [4]
+
+
+def test_a_second_request_under_one_transfer_id_fails_alone(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.exchange.error = RequestError("in use")
     rig.desk.obey(Begin(RequestId("b"), _X, PEER, 8, _DIGEST, Mode.PULL))
@@ -236,7 +117,7 @@ def test_a_second_request_under_one_transfer_id_fails_alone(rig: _Rig) -> None:
     assert rig.exchange.held == {_X: blocks(2)}
 
 
-def test_nothing_is_told_of_a_request_that_was_ended(rig: _Rig) -> None:
+def test_nothing_is_told_of_a_request_that_was_ended(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.desk.obey(Fill(_A, _X, blocks(4), 0))
     rig.desk.obey(End(_A, True))
@@ -251,7 +132,7 @@ def _history() -> FillHistory:
     return FillHistory(_A, PEER, hashes, blocks(4), tuple(range(4)), 4, 1)
 
 
-def test_a_history_is_its_requests_too_and_ended_with_it(rig: _Rig) -> None:
+def test_a_history_is_its_requests_too_and_ended_with_it(rig: DeskRig) -> None:
     rig.desk.obey(_history())
     history = next(iter(rig.exchange.held))
     rig.exchange.results = [ReceiveResult(history, ReceiveOutcome.GONE, "not here")]
@@ -261,7 +142,7 @@ def test_a_history_is_its_requests_too_and_ended_with_it(rig: _Rig) -> None:
     assert rig.exchange.calls[-1] == ("end_receive", history, True)
 
 
-def test_of_a_history_full_blocks_and_the_tokens_after_them_are_counted_apart(rig: _Rig) -> None:
+def test_of_a_history_full_blocks_and_the_tokens_after_them_are_counted_apart(rig: DeskRig) -> None:
     rig.desk.obey(_history())
     history = next(iter(rig.exchange.held))
     result = ReceiveResult(
@@ -273,7 +154,7 @@ def test_of_a_history_full_blocks_and_the_tokens_after_them_are_counted_apart(ri
     assert (end.is_received, end.mode) == (True, "history")
 
 
-def test_a_history_that_cannot_be_asked_for_is_a_failure(rig: _Rig) -> None:
+def test_a_history_that_cannot_be_asked_for_is_a_failure(rig: DeskRig) -> None:
     rig.exchange.error = LocalProtocolError("unequal")
     rig.desk.obey(_history())
     (end,) = rig.desk.take_ends()
@@ -281,7 +162,7 @@ def test_a_history_that_cannot_be_asked_for_is_a_failure(rig: _Rig) -> None:
     assert rig.pins.take_returned() == [4]
 
 
-def test_an_offer_is_answered_and_kept_by_the_exchange(rig: _Rig) -> None:
+def test_an_offer_is_answered_and_kept_by_the_exchange(rig: DeskRig) -> None:
     answer = rig.desk.obey(Offer(_X, 8, _DIGEST, blocks(1, 2)))
     assert (answer.lease_s, answer.error) == (30.0, "")
     assert rig.pins.take_returned() == []
@@ -289,13 +170,13 @@ def test_an_offer_is_answered_and_kept_by_the_exchange(rig: _Rig) -> None:
     assert rig.pins.take_returned() == [1, 2]
 
 
-def test_an_offer_that_is_refused_is_answered_with_why(rig: _Rig) -> None:
+def test_an_offer_that_is_refused_is_answered_with_why(rig: DeskRig) -> None:
     rig.exchange.error = RequestError("used before")
     assert rig.desk.obey(Offer(_X, 8, _DIGEST, blocks(1))).error == "used before"
     assert rig.pins.take_returned() == [1]
 
 
-def test_a_pushs_blocks_stay_pinned_until_its_prefill_ends(rig: _Rig) -> None:
+def test_a_pushs_blocks_stay_pinned_until_its_prefill_ends(rig: DeskRig) -> None:
     rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
     rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
     rig.desk.obey(AdvanceSend(_A, _X, blocks(2), 8))
@@ -307,18 +188,19 @@ def test_a_pushs_blocks_stay_pinned_until_its_prefill_ends(rig: _Rig) -> None:
     assert rig.pins.take_returned() == [1, 2, 3]
 
 
-def test_a_preempted_push_offers_nothing_until_it_has_blocks_again(rig: _Rig) -> None:
+def test_a_preempted_push_offers_nothing_until_it_has_blocks_again(rig: DeskRig) -> None:
     rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
     rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
     rig.desk.obey(RestartSend(_A, _X))
-    # Told before the pins go: no registration may start a WRITE from these blocks any more.
-    assert rig.exchange.calls[-1] == ("advance_send", (), 0)
+    # Told before the pins go: no registration may start a WRITE from these blocks any more, and
+    # none counts on this prefill's going on.
+    assert rig.exchange.calls[-2:] == [("advance_send", (), 0), ("pause_send", _X)]
     assert rig.pins.take_returned() == [1]
     rig.desk.obey(AdvanceSend(_A, _X, blocks(9), 4))
     assert rig.exchange.calls[-1] == ("advance_send", blocks(9), 4)
 
 
-def test_a_push_that_is_withdrawn_gives_its_blocks_back(rig: _Rig) -> None:
+def test_a_push_that_is_withdrawn_gives_its_blocks_back(rig: DeskRig) -> None:
     rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
     rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
     rig.desk.obey(Withdraw(_A, _X))
@@ -326,13 +208,13 @@ def test_a_push_that_is_withdrawn_gives_its_blocks_back(rig: _Rig) -> None:
     assert rig.pins.take_returned() == [1]
 
 
-def test_a_push_that_was_refused_keeps_no_block(rig: _Rig) -> None:
+def test_a_push_that_was_refused_keeps_no_block(rig: DeskRig) -> None:
     rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
     assert rig.desk.obey(CompleteSend(_A, _X, blocks(2), 7)).error
     assert sorted(rig.pins.take_returned()) == [1, 2]
 
 
-def test_another_request_under_the_same_id_is_never_sent_as_this_one(rig: _Rig) -> None:
+def test_another_request_under_the_same_id_is_never_sent_as_this_one(rig: DeskRig) -> None:
     other = RequestId("b")
     rig.desk.obey(BeginSend(_A, _X, 8, _DIGEST))
     rig.desk.obey(AdvanceSend(_A, _X, blocks(1), 4))
@@ -346,7 +228,7 @@ def test_another_request_under_the_same_id_is_never_sent_as_this_one(rig: _Rig) 
     assert ("withdraw", _X) not in rig.exchange.calls
 
 
-def test_retained_blocks_are_found_until_they_are_let_go_of(rig: _Rig) -> None:
+def test_retained_blocks_are_found_until_they_are_let_go_of(rig: DeskRig) -> None:
     block_hash = BlockHash(b"h" * 32)
     rig.desk.obey(Retain((block_hash,), blocks(4)))
     assert rig.pins.acquire_cached([block_hash]) == list(blocks(4))
@@ -355,7 +237,7 @@ def test_retained_blocks_are_found_until_they_are_let_go_of(rig: _Rig) -> None:
     assert rig.pins.take_returned() == [4]
 
 
-def test_a_push_is_admitted_once_its_prefill_is_at_work(rig: _Rig) -> None:
+def test_a_push_is_admitted_once_its_prefill_is_at_work(rig: DeskRig) -> None:
     rig.desk.obey(_BEGIN)
     rig.desk.obey(Begin(RequestId("b"), TransferId("y"), PEER, 8, _DIGEST, Mode.PUSH))
     assert rig.desk.take_admitted() == []
@@ -364,14 +246,14 @@ def test_a_push_is_admitted_once_its_prefill_is_at_work(rig: _Rig) -> None:
     assert rig.desk.take_admitted() == []
 
 
-def test_a_push_that_was_ended_is_not_admitted(rig: _Rig) -> None:
+def test_a_push_that_was_ended_is_not_admitted(rig: DeskRig) -> None:
     rig.desk.obey(Begin(_A, _X, PEER, 8, _DIGEST, Mode.PUSH))
     rig.desk.obey(End(_A, True))
     rig.exchange.admitted = {_X}
     assert rig.desk.take_admitted() == []
 
 
-def test_what_is_void_is_neither_found_nor_offered_nor_sent(rig: _Rig) -> None:
+def test_what_is_void_is_neither_found_nor_offered_nor_sent(rig: DeskRig) -> None:
     block_hash = BlockHash(b"h" * 32)
     rig.desk.obey(Retain((block_hash,), blocks(4)))
     rig.desk.obey(Retain((block_hash,), blocks(5)))
@@ -388,7 +270,7 @@ def test_what_is_void_is_neither_found_nor_offered_nor_sent(rig: _Rig) -> None:
 
 
 def test_a_rank_asks_the_peers_worker_of_the_same_rank() -> None:
-    rig = _Rig(rank=2)
+    rig = DeskRig(rank=2)
     rig.desk.obey(_BEGIN)
     rig.desk.obey(Contact(PEER))
     rig.desk.obey(

@@ -42,6 +42,16 @@ def test_pushes_that_may_never_come_have_a_share_of_the_pool_only() -> None:
     assert rig.half.count_external(legs[1], 0) == 5 * BLOCK
 
 
+def test_a_push_that_has_ended_leaves_its_share_to_others() -> None:
+    rig = SchedulerRig(max_registered_share=0.25)
+    request = add_decode(rig, num_tokens=8 * BLOCK, mode="push")
+    other = rig.add("o", 8 * BLOCK, role="decode", mode="push", peer=PEER_FIELDS)
+    rig.allocate(request, 0, 8, external=8 * BLOCK)
+    assert rig.half.count_external(other, 0) is None
+    rig.end(request, ended_well=False)
+    assert rig.half.count_external(other, 0) == 8 * BLOCK
+
+
 def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
     rig = SchedulerRig(max_registered_share=0.25)
     request = add_decode(rig, num_tokens=20 * BLOCK, mode="push")

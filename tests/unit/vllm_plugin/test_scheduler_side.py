@@ -224,6 +224,17 @@ def test_a_history_is_read_into_the_blocks_after_the_cached_ones() -> None:
     assert rig.pool.held() == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
+def test_a_history_that_was_read_ends_with_its_request() -> None:
+    rig = SchedulerRig()
+    request = add_prefill(rig, num_tokens=14, history=PEER_FIELDS)
+    rig.allocate(request, 0, 4, external=rig.half.count_external(request, 4) or 0)
+    end = FillEnd(RequestId("p"), "received", num_blocks=2)
+    rig.half.note_step_done(StepReport(1, blocks(1, 2, 3), (end,)))
+    rig.orders.take()
+    rig.end(request, ended_well=False)
+    assert rig.orders.take() == [End(RequestId("p"), True)]
+
+
 @pytest.mark.parametrize(("num_tokens", "external"), [(8, 0), (9, 8), (12, 11), (13, 12)])
 def test_only_full_blocks_make_a_history_worth_asking_for(num_tokens: int, external: int) -> None:
     rig = SchedulerRig(recompute_threshold_tokens=8)
