@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -144,6 +145,26 @@ def test_a_wrong_hint_hurts_nobody_who_uses_the_right_one(name: str) -> None:
         }
         assert outcome is expected.get(name, ReceiveOutcome.UNREACHABLE)
         decode.pool.drop(wish_blocks)
+        source.compute_all()
+        assert_received(decode, blocks, source)
+        wait_whole(prefill, decode)
+
+
+def test_hints_of_peers_that_never_answer_open_so_many_sessions_and_no_more() -> None:
+    with pair(control_timeout_s=0.5, max_peers=2) as (prefill, decode), ExitStack() as listening:
+        for number in range(3):
+            server = listening.enter_context(socket.create_server(("127.0.0.1", 0)))
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            decode.exchange.contact(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
+        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
+        result = wait_result(decode)
+        assert result.outcome is ReceiveOutcome.UNREACHABLE
+        assert "2 other peers have not answered yet" in result.detail
+        decode.exchange.end_receive(TRANSFER, needed=False)
+        wait_until(lambda: decode.exchange.snapshot().num_peers_resting == 2)
+        source = Prefill(prefill)
+        source.begin()
+        blocks = begin_receive(decode, prefill)
         source.compute_all()
         assert_received(decode, blocks, source)
         wait_whole(prefill, decode)

@@ -36,7 +36,7 @@ class RoutedAnswer:
             data = event.removeprefix(b"data: ").strip()
             if data.startswith(b"{"):
                 said = msgspec.json.decode(data)
-                self.error_code = self.error_code or said.get("error", {}).get("code", "")
+                self.error_code = self.error_code or str(said.get("error", {}).get("code", ""))
                 for choice in said.get("choices", ()):
                     self.tokens += choice.get("token_ids") or []
 

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.soak, pytest.mark.timeout(600)]
 PAIR_CONFIG = {"retention_s": 0, "handoff_lease_s": 3.0}
 _ERROR_S = 10.0
 """From the fault to the end of an answer that cannot be completed."""
-_NAMED_ERRORS = {"decode_failed", "prefill_failed", "no_instance"}
+_NAMED_ERRORS = {"decode_failed", "prefill_failed", "no_instance", "500"}
+"""The last is vLLM's own, from a server whose engine is gone before it; nobody is left to try."""
 _WAYS = [(mode, is_stream) for mode in ("pull", "push") for is_stream in (False, True)]
 _RUNNING = "vllm:num_requests_running"
 

@@ -14,7 +14,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvferry.connector.config import ExchangeConfig, endpoint
-from kvferry.errors import ConfigError, FerryError, IncompatiblePeerError, RemoteProtocolError
+from kvferry.errors import (
+    CapacityError,
+    ConfigError,
+    FerryError,
+    IncompatiblePeerError,
+    RemoteProtocolError,
+)
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from kvferry.protocol.curve_keys import derive_curve_keys as derive_curve_keys
 from kvferry.protocol.messages import NOTICE_SEQUENCE, Envelope, Message, Notice
@@ -157,7 +163,10 @@ class ControlClient:
     def __init__(
         self, context: ControlContext, address: str, count_malformed: CountMalformed
     ) -> None:
-        self.socket = context.client_socket()
+        try:
+            self.socket = context.client_socket()
+        except zmq.ZMQError as error:
+            raise CapacityError(f"no socket for {address!r}: {error}") from error
         self._count_malformed = count_malformed
         self._next_sequence = 0
         try:

@@ -10,12 +10,22 @@ from dataclasses import dataclass
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.effects import Effect, Notify
 from kvferry.connector.ports import PromptIdentity
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Declined, DeclineReason, Register, Registered, decline
+from kvferry.protocol.messages import (
+    Declined,
+    DeclineReason,
+    Failed,
+    FailureReason,
+    Register,
+    Registered,
+    decline,
+)
 
 MAX_EARLY_BLOCKS = 262_144
 MAX_UNWANTED = 4096
+NOT_PUSHED = "its prefill is handed over by pull"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,10 @@ class EarlyRegistrations:
             self._num_blocks -= len(early.message.blocks)
         return early
 
+    def decline(self, transfer_id: TransferId, detail: str) -> list[Effect]:
+        """Take one out, if there is one, and tell its receiver why."""
+        return [] if self.pop(transfer_id) is None else [mismatch_notice(transfer_id, detail)]
+
     def withdraw(self, transfer_id: TransferId, reader: str) -> bool:
         """``reader`` wants no more of a transfer; return whether nobody else has registered."""
         early = self._kept.get(transfer_id)
@@ -106,6 +120,11 @@ class EarlyRegistrations:
     def next_expiry_s(self) -> float | None:
         """Return when the next one is forgotten, or None."""
         return min((e.ends_s for e in self._kept.values()), default=None)
+
+
+def mismatch_notice(transfer_id: TransferId, detail: str) -> Notify:
+    """Return what tells a receiver that its registration is not for this prefill."""
+    return Notify(transfer_id, Failed(transfer_id, FailureReason.MISMATCH, True, detail))
 
 
 def find_mismatch(

@@ -18,7 +18,7 @@ from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.reads import Reads
 from kvferry.connector.requests import Sendable
 from kvferry.connector.sessions import Session, SessionState
-from kvferry.errors import FerryError
+from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import Hello
@@ -199,14 +199,13 @@ class Holders:
 
     def _session(self, peer: PeerAddress) -> Session:
         session = self._sessions.get(peer)
-        late_releases: list[SendRelease] = []
         if session is not None:
             is_lost = session.state is SessionState.LOST
             if not is_lost or self._is_resting(session) or not session.link_closed:
                 return session
-            late_releases = session.late_releases
-            del self._sessions[peer]
         self._make_room()
+        self._sessions.pop(peer, None)
+        late_releases = session.late_releases if session is not None else []
         # One that was lost may have restarted: as another epoch it must not hear our hello twice.
         opened = self._open_session(peer, was_lost=session is not None)
         for release in late_releases:
@@ -249,7 +248,11 @@ class Holders:
         return is_ready and not (session.is_idle and not self._reads.uses(session.link))
 
     def _make_room(self) -> None:
-        """Forget sessions that have ended, and let go of the one that was idle longest."""
+        """Forget sessions that have ended, and let go of the one that was idle longest.
+
+        Raises ``CapacityError`` where too many peers have not answered yet: a session has sockets
+        and a link from its first hello on, whether anybody is there or not.
+        """
         for other, session in list(self._sessions.items()):
             if session.link_closed and not session.late_releases:
                 del self._sessions[other]
@@ -258,6 +261,9 @@ class Holders:
         if len(live) >= self._parts.config.max_peers and idle:
             oldest = min(idle, key=lambda s: s.last_used_s)
             self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
+        num_unanswered = sum(session.state is not SessionState.READY for session in live)
+        if num_unanswered >= self._parts.config.max_peers:
+            raise CapacityError(f"{num_unanswered} other peers have not answered yet")
 
     def _open_session(self, peer: PeerAddress, *, was_lost: bool) -> Session:
         parts, own = self._parts, self._parts.hello

@@ -9,6 +9,7 @@ from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.effects import Effect
 from kvferry.connector.ports import BlockPort
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 
 MakeRoom = Callable[[int], list[Effect]]
@@ -37,7 +38,12 @@ class Holds:
         return transfer_id in self._lease_of
 
     def take(self, transfer_id: TransferId, blocks: Sequence[BlockNumber]) -> list[Effect]:
-        """Hold ``blocks``; what is oldest gives way where the share would be exceeded."""
+        """Hold ``blocks``; what is oldest gives way where the share would be exceeded.
+
+        Raises ``LocalProtocolError`` for a second hold: each would be taken for the other.
+        """
+        if transfer_id in self._lease_of:
+            raise LocalProtocolError(f"transfer id {transfer_id} has a hold already")
         excess = self.num_blocks + len(blocks) - self._max_blocks
         effects = self.make_room(excess) if excess > 0 else []
         lease = self._leases.grant("handoffs", blocks, self._lease_s)

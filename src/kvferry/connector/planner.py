@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.early import NOT_PUSHED
 from kvferry.connector.effects import Effect
 from kvferry.connector.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
 from kvferry.connector.history import HistoryPlanner
@@ -133,6 +134,7 @@ class Planner:
     def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
         """See ``ConnectorPort.begin_send``."""
         with self._lock:
+            self._require_unused(transfer_id)
             return self._push_sender.begin(transfer_id, prompt)
 
     def advance_send(
@@ -169,7 +171,9 @@ class Planner:
     ) -> list[Effect]:
         """See ``ConnectorPort.offer``."""
         with self._lock:
-            return self._sender.offer(transfer_id, blocks, prompt)
+            self._require_unused(transfer_id)
+            effects = self._push_sender.decline_early(transfer_id)
+            return effects + self._sender.offer(transfer_id, blocks, prompt)
 
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
         """See ``ConnectorPort.withdraw``."""
@@ -216,6 +220,8 @@ class Planner:
         if message.holder_epoch != self._config.epoch:
             return self._decline_epoch(), []
         with self._lock:
+            if message.transfer_id in self._sender:
+                return decline(DeclineReason.MISMATCH, NOT_PUSHED), []
             return self._push_sender.register(reader, message)
 
     def answer_renew(self, message: Renew) -> tuple[Renewed | Declined, list[Effect]]:
@@ -281,6 +287,15 @@ class Planner:
                 num_receives=self._receiver.num_receives + self._push_receiver.num_receives,
                 num_blocks_quarantined=self._quarantine.num_blocks,
                 outcomes=dict(outcomes),
+            )
+
+    def _require_unused(self, transfer_id: TransferId) -> None:
+        """Holds, heartbeats and releases know a handoff by its id alone, whatever its mode."""
+        if transfer_id in self._sender or transfer_id in self._push_sender:
+            raise RequestError(
+                f"transfer id {transfer_id} was used before",
+                param="kv_transfer_params.transfer_id",
+                code="transfer_id_in_use",
             )
 
     def _give_up(self, num_blocks: int) -> tuple[int, list[Effect]]:

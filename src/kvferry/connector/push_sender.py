@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.early import EarlyRegistrations, find_mismatch
+from kvferry.connector.early import NOT_PUSHED, EarlyRegistrations, find_mismatch, mismatch_notice
 from kvferry.connector.effects import (
     CountOfferEnd,
     DisconnectReader,
@@ -31,7 +31,7 @@ from kvferry.connector.send_record import (
     first_token_notice,
     written_notice,
 )
-from kvferry.errors import FerryError, RequestError
+from kvferry.errors import FerryError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
@@ -80,6 +80,10 @@ class PushSender:
         self._stopped: list[TransferId] = []
         self.outcomes: Counter[str] = Counter()
 
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        """Return whether ``transfer_id`` is, or was lately, a push."""
+        return transfer_id in self._sends or transfer_id in self._ends
+
     @property
     def num_sends(self) -> int:
         """Pushes that are not closed, and registrations that wait for their prefill."""
@@ -87,13 +91,7 @@ class PushSender:
 
     # -- the engine's calls -------------------------------------------------------------------
     def begin(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
-        """See ``ConnectorPort.begin_send``."""
-        if transfer_id in self._sends or transfer_id in self._ends:
-            raise RequestError(
-                f"transfer id {transfer_id} was used before",
-                param="kv_transfer_params.transfer_id",
-                code="transfer_id_in_use",
-            )
+        """See ``ConnectorPort.begin_send``; the planner has checked that the id is free."""
         send = Send(transfer_id, prompt)
         self._sends[transfer_id] = send
         effects: list[Effect] = [Notify(transfer_id, Admitted(transfer_id))]
@@ -104,8 +102,7 @@ class PushSender:
             return effects
         refusal = find_mismatch(send.prompt, early.message, self._block_size_tokens)
         if refusal is not None:
-            failed = Failed(transfer_id, FailureReason.MISMATCH, True, refusal.detail)
-            return [*effects, Notify(transfer_id, failed)]
+            return [*effects, mismatch_notice(transfer_id, refusal.detail)]
         return effects + self._register(send, early.reader, early.message)
 
     def advance(
@@ -149,6 +146,10 @@ class PushSender:
         # Refused before it began: whoever has registered, or will, need not wait for it.
         failed = Failed(transfer_id, FailureReason.ABORTED, True, "the prefill never began")
         return [self._remember_end(transfer_id, failed)]
+
+    def decline_early(self, transfer_id: TransferId) -> list[Effect]:
+        """The prefill is handed over by pull: tell whoever has registered for it already."""
+        return self._early.decline(transfer_id, NOT_PUSHED)
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
         """See ``ConnectorPort.is_send_wanted``."""
@@ -233,8 +234,7 @@ class PushSender:
             return Released(is_quiet), [] if is_anothers else self._step(send, SendEvent.RELEASED)
         if transfer_id in self._ends:
             return Released(), []
-        is_unwanted = self._early.withdraw(transfer_id, reader)
-        return Released(), [NotifyEngine()] if is_unwanted else []
+        return Released(), [NotifyEngine()] if self._early.withdraw(transfer_id, reader) else []
 
     def lose_reader(self, reader: str) -> list[Effect]:
         """``reader`` connects anew: what it had registered before may be another's by now."""

@@ -17,7 +17,7 @@ from kvferry.connector.holds import Holds
 from kvferry.connector.ports import BlockPort, PromptIdentity
 from kvferry.connector.pull import SENDER, OfferAction, OfferEvent, OfferState
 from kvferry.connector.serving import Serving
-from kvferry.errors import CapacityError, FerryError, RequestError
+from kvferry.errors import CapacityError, FerryError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 from kvferry.protocol.messages import (
     Acquire,
@@ -96,13 +96,8 @@ class OfferPlanner:
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
     ) -> list[Effect]:
-        """See ``ConnectorPort.offer``. Oldest unread offers give way to a new one."""
-        if transfer_id in self._offers or transfer_id in self._ends:
-            raise RequestError(
-                f"transfer id {transfer_id} was used before",
-                param="kv_transfer_params.transfer_id",
-                code="transfer_id_in_use",
-            )
+        """See ``ConnectorPort.offer``; the planner has checked that the id is free. Oldest unread
+        offers give way to a new one."""
         effects = self._holds.take(transfer_id, blocks)
         self._offers[transfer_id] = _Offer(transfer_id, prompt, tuple(blocks))
         return effects

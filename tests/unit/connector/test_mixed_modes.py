@@ -1,0 +1,92 @@
+"""One transfer id in both modes: whoever comes second is refused, and no hold is another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.connector.holds import Holds
+from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.protocol.ids import BlockNumber
+from kvferry.protocol.messages import Declined, DeclineReason, Failed, FailureReason, Registered
+from tests.unit.connector.conftest import READER, TRANSFER, World, make_acquire, make_config
+from tests.unit.connector.test_push_sender import (
+    PROMPT,
+    begin,
+    complete,
+    make_register,
+    notices,
+    release,
+)
+
+Begin = Callable[[World], object]
+
+
+def offer(world: World) -> list[BlockNumber]:
+    blocks = world.pool.allocate(4)
+    try:
+        world.planner.offer(TRANSFER, blocks, PROMPT)
+    finally:
+        world.pool.drop(blocks)
+    return blocks
+
+
+def begin_push(world: World) -> None:
+    world.planner.begin_send(TRANSFER, PROMPT)
+
+
+def hold_push(world: World) -> None:
+    complete(world, begin(world))
+
+
+@pytest.mark.parametrize(("first", "second"), [(offer, begin_push), (hold_push, offer)])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_second_is_refused_as_long_as_the_first_is_remembered(
+    world: World, first: Begin, second: Begin, has_ended: bool
+) -> None:
+    first(world)
+    if has_ended:
+        world.planner.withdraw(TRANSFER)
+    with pytest.raises(RequestError, match="was used before"):
+        second(world)
+    world.clock.advance(1000.0)
+    world.planner.tick()
+    world.assert_idle()
+
+
+def test_a_prefill_that_is_pulled_declines_registrations(world: World) -> None:
+    offer(world)
+    for _ in range(2):
+        answer, effects = world.planner.answer_register(READER, make_register())
+        assert isinstance(answer, Declined)
+        assert (answer.reason, effects) == (DeclineReason.MISMATCH, [])
+        world.planner.answer_release(READER, release())
+    world.assert_idle()
+
+
+def test_a_registration_that_came_early_hears_that_its_prefill_is_pulled(world: World) -> None:
+    answer, _ = world.planner.answer_register(READER, make_register())
+    assert isinstance(answer, Registered)
+    blocks = world.pool.allocate(4)
+    (notice,) = notices(world.planner.offer(TRANSFER, blocks, PROMPT))
+    world.pool.drop(blocks)
+    assert isinstance(notice, Failed)
+    assert (notice.reason, notice.is_quiet) == (FailureReason.MISMATCH, True)
+    acquire = make_acquire(num_tokens=PROMPT.num_tokens, digest=PROMPT.digest)
+    granted, _ = world.planner.answer_acquire("other/1", acquire)
+    assert not isinstance(granted, Declined), "whoever pulls is not concerned"
+    world.planner.answer_release("other/1", release())
+    world.assert_idle()
+
+
+def test_a_second_hold_under_one_id_is_refused(world: World) -> None:
+    holds = Holds(make_config(), world.pool, world.clock)
+    blocks = world.pool.allocate(2)
+    holds.take(TRANSFER, blocks[:1])
+    with pytest.raises(LocalProtocolError, match="has a hold already"):
+        holds.take(TRANSFER, blocks[1:])
+    world.clock.advance(1000.0)
+    assert holds.expire() == [TRANSFER]
+    world.pool.drop(blocks)
+    world.assert_idle()
