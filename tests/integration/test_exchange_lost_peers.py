@@ -170,6 +170,26 @@ def test_hints_of_peers_that_never_answer_open_so_many_sessions_and_no_more() ->
         wait_whole(prefill, decode)
 
 
+def test_a_session_that_gave_way_is_none_that_nobody_answers() -> None:
+    with pair(control_timeout_s=0.5, max_peers=2) as (prefill, decode), ExitStack() as listening:
+        prefill.offer(TRANSFER)
+        blocks, _ = decode.receive(TRANSFER, prefill)
+        decode.pool.drop(blocks)
+        wait_until(lambda: num_answered(prefill, "release", "released") == 1)
+        silent = []
+        for number in range(2):
+            server = listening.enter_context(socket.create_server(("127.0.0.1", 0)))
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            silent.append(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
+        decode.exchange.contact(silent[0])
+        blocks = decode.pool.allocate(1)
+        wish = HistoryWish((BlockHash(b"h" * 32),), tuple(blocks), (), 16, 1)
+        decode.exchange.read_history(silent[1], wish)
+        assert "did not answer within" in wait_result(decode).detail
+        decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
+
+
 def test_an_instance_that_has_moved_is_found_where_it_is_now() -> None:
     """Nothing is under way with it at the address before."""
     with pair(max_held_share=1.0) as (prefill, decode):

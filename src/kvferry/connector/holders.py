@@ -257,13 +257,13 @@ class Holders:
             if session.link_closed and not session.late_releases:
                 del self._sessions[other]
         live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
+        num_unanswered = sum(s.state is not SessionState.READY for s in live)
+        if num_unanswered >= self._parts.config.max_peers:
+            raise CapacityError(f"{num_unanswered} other peers have not answered yet")
         idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
         if len(live) >= self._parts.config.max_peers and idle:
             oldest = min(idle, key=lambda s: s.last_used_s)
             self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
-        num_unanswered = sum(session.state is not SessionState.READY for session in live)
-        if num_unanswered >= self._parts.config.max_peers:
-            raise CapacityError(f"{num_unanswered} other peers have not answered yet")
 
     def _open_session(self, peer: PeerAddress, *, was_lost: bool) -> Session:
         parts, own = self._parts, self._parts.hello

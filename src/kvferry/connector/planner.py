@@ -82,11 +82,7 @@ class Planner:
         """See ``ConnectorPort.begin_receive``."""
         with self._lock:
             if transfer_id in self._receiver or transfer_id in self._push_receiver:
-                raise RequestError(
-                    f"transfer id {transfer_id} is already being received",
-                    param="kv_transfer_params.transfer_id",
-                    code="transfer_id_in_use",
-                )
+                raise _in_use(f"transfer id {transfer_id} is already being received")
             if mode is Mode.PUSH:
                 return self._push_receiver.begin(transfer_id, peer, prompt)
             return self._receiver.begin(transfer_id, peer, prompt)
@@ -292,11 +288,7 @@ class Planner:
     def _require_unused(self, transfer_id: TransferId) -> None:
         """Holds, heartbeats and releases know a handoff by its id alone, whatever its mode."""
         if transfer_id in self._sender or transfer_id in self._push_sender:
-            raise RequestError(
-                f"transfer id {transfer_id} was used before",
-                param="kv_transfer_params.transfer_id",
-                code="transfer_id_in_use",
-            )
+            raise _in_use(f"transfer id {transfer_id} was used before")
 
     def _give_up(self, num_blocks: int) -> tuple[int, list[Effect]]:
         num_freed, effects = self._sender.give_up_oldest(num_blocks)
@@ -305,3 +297,7 @@ class Planner:
 
     def _decline_epoch(self) -> Declined:
         return decline(DeclineReason.GONE, "this instance has restarted since")
+
+
+def _in_use(message: str) -> RequestError:
+    return RequestError(message, param="kv_transfer_params.transfer_id", code="transfer_id_in_use")

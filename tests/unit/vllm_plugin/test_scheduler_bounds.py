@@ -17,7 +17,7 @@ from kvferry.vllm_plugin.orders import (
 )
 from kvferry.vllm_plugin.retaining import MAX_FORGET_TRIES
 from kvferry.vllm_plugin.tracked import StepFacts
-from tests.unit.vllm_plugin.fake_engine import BLOCK, blocks
+from tests.unit.vllm_plugin.fake_engine import BLOCK, FakeRequest, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
     NOTHING,
     PEER_FIELDS,
@@ -42,16 +42,6 @@ def test_pushes_that_may_never_come_have_a_share_of_the_pool_only() -> None:
     assert rig.half.count_external(legs[1], 0) == 5 * BLOCK
 
 
-def test_a_push_that_has_ended_leaves_its_share_to_others() -> None:
-    rig = SchedulerRig(max_registered_share=0.25)
-    request = add_decode(rig, num_tokens=8 * BLOCK, mode="push")
-    other = rig.add("o", 8 * BLOCK, role="decode", mode="push", peer=PEER_FIELDS)
-    rig.allocate(request, 0, 8, external=8 * BLOCK)
-    assert rig.half.count_external(other, 0) is None
-    rig.end(request, ended_well=False)
-    assert rig.half.count_external(other, 0) == 8 * BLOCK
-
-
 def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
     rig = SchedulerRig(max_registered_share=0.25)
     request = add_decode(rig, num_tokens=20 * BLOCK, mode="push")
@@ -60,13 +50,25 @@ def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
     assert rig.half.count_external(request, 0) == 20 * BLOCK
 
 
-def test_a_push_that_has_failed_leaves_its_share_to_others() -> None:
+def _take_share() -> tuple[SchedulerRig, FakeRequest, FakeRequest]:
+    """Return a push that has the whole share, and another that waits for it."""
     rig = SchedulerRig(max_registered_share=0.25)
     request = add_decode(rig, num_tokens=8 * BLOCK, mode="push")
     other = rig.add("o", 8 * BLOCK, role="decode", mode="push", peer=PEER_FIELDS)
     rig.allocate(request, 0, 8, external=8 * BLOCK)
     assert rig.half.count_external(other, 0) is None
+    return rig, request, other
+
+
+def test_a_push_that_has_failed_leaves_its_share_to_others() -> None:
+    rig, _, other = _take_share()
     rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
+    assert rig.half.count_external(other, 0) == 8 * BLOCK
+
+
+def test_a_push_that_has_ended_leaves_its_share_to_others() -> None:
+    rig, request, other = _take_share()
+    rig.end(request, ended_well=False)
     assert rig.half.count_external(other, 0) == 8 * BLOCK
 
 
