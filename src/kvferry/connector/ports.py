@@ -228,12 +228,16 @@ class ConnectorPort(Protocol):
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
     ) -> None:
         """Push: the step has completed that put the KV of the first ``num_tokens`` tokens into
-        ``blocks``. After a preemption it may be fewer again; what was written stays right."""
+        ``blocks``. After a preemption it may be fewer again; what was written stays right.
+
+        Until they are written, the connector keeps references of its own on ``blocks``.
+        """
         ...
 
     def pause_send(self, transfer_id: TransferId) -> None:
         """Push: the prefill was preempted: until the next ``advance_send`` it has no blocks, and
-        its receiver must not count on its going on. Safe to repeat."""
+        its receiver must not count on its going on. What is not posted yet is let go of, so that
+        the engine's own references are the last ones. Safe to repeat."""
         ...
 
     def complete_send(

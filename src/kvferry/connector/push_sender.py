@@ -31,7 +31,7 @@ from kvferry.connector.send_record import (
     first_token_notice,
     written_notice,
 )
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
@@ -112,16 +112,17 @@ class PushSender:
         send = self._sends.get(transfer_id)
         if send is None or send.end is not None:
             return []
-        send.blocks = tuple(blocks)
-        send.num_ready = num_tokens // self._block_size_tokens
+        self._refer_to(send, blocks)
+        send.num_ready = min(num_tokens // self._block_size_tokens, len(send.blocks))
         send.has_blocks = True
         return self._step(send, SendEvent.ADVANCED)
 
     def pause(self, transfer_id: TransferId) -> None:
         """See ``ConnectorPort.pause_send``."""
         send = self._sends.get(transfer_id)
-        if send is not None:
+        if send is not None and send.end is None:
             send.has_blocks = False
+            self._let_go(send)
 
     def complete(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
@@ -130,7 +131,10 @@ class PushSender:
         send = self._sends.get(transfer_id)
         if send is None or send.end is not None:
             return []
-        send.blocks = tuple(blocks)
+        num_blocks = -(-send.prompt.num_tokens // self._block_size_tokens)
+        if len(blocks) != num_blocks:
+            raise LocalProtocolError(f"{len(blocks)} blocks for a prompt of {num_blocks} blocks")
+        self._refer_to(send, blocks)
         send.num_ready = len(send.blocks)
         send.end = end
         return self._step(send, SendEvent.COMPLETED)
@@ -290,6 +294,22 @@ class PushSender:
         return None if due_s == float("inf") else due_s
 
     # -- decisions ----------------------------------------------------------------------------
+    def _refer_to(self, send: Send, blocks: Sequence[BlockNumber]) -> None:
+        """The prompt is in ``blocks``: keep each from being reused until it is written.
+
+        What was posted from other blocks stays right: each WRITE has references of its own.
+        """
+        is_longer = tuple(blocks[: len(send.blocks)]) == send.blocks
+        added, dropped = (blocks[len(send.blocks) :], ()) if is_longer else (blocks, send.blocks)
+        self._pool.hold(added)
+        self._pool.drop(dropped)
+        send.blocks = tuple(blocks)
+
+    def _let_go(self, send: Send) -> None:
+        """Nothing more is posted from the blocks of now."""
+        self._pool.drop(send.blocks)
+        send.blocks, send.num_ready = (), 0
+
     def _register(self, send: Send, reader: str, message: Register) -> list[Effect]:
         send.registration = Registration(
             reader, message.generation, message.first_block, message.blocks
@@ -315,6 +335,8 @@ class PushSender:
         effects: list[Effect] = []
         for action in rule.actions:
             effects += self._act(send, action, event)
+        if send.state in (SendState.DRAINING, SendState.CLOSED):
+            self._let_go(send)
         if send.state is SendState.DRAINING and was is not SendState.DRAINING:
             send.grace_ends_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
         if send.state is SendState.FLUSHING and send.is_written:

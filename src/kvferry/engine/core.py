@@ -84,13 +84,12 @@ class EngineCore:
         self._forward = forward
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        make_room = connector.give_up_oldest if connector is not None else lambda num_blocks: 0
         self._receives = Receives(connector)
         self._sender = HandoffSender(connector)
         self._block_size_tokens = config.block_size_tokens
         self._threshold = make_threshold(config.recompute_threshold_tokens, clock)
         self._retention = retention
-        self.scheduler = Scheduler(pool, config, make_room, self._receives, self._threshold)
+        self.scheduler = Scheduler(pool, config, self._sender, self._receives, self._threshold)
         self._by_request: dict[RequestId, LiveRequest] = {}
         self.counters = EngineCounters()
         self.on_finished: Callable[[RequestId], None] = lambda request_id: None
@@ -129,7 +128,6 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
         self._end_unwanted_reads(plan)
-        self._sender.pause()
         ended = self._receives.follow(plan)
         for request in ended:
             self._receives.end(request, needed=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.connector.ports import ConnectorPort, HandoffOffer, PrefillEnd, PromptIdentity
-from kvferry.engine.live_request import LiveRequest, Phase
+from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.plan import Chunk
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.hashing import prompt_digest
@@ -57,11 +57,21 @@ class HandoffSender:
                 blocks = tuple(request.blocks)
                 self._connector.advance_send(transfer.transfer_id, blocks, request.num_computed)
 
-    def pause(self) -> None:
-        """Push: receivers hear which prefills were preempted, and so have no blocks for now."""
-        for transfer_id, request in self._pushes.items():
-            if request.phase is Phase.WAITING and self._connector is not None:
-                self._connector.pause_send(transfer_id)
+    # -- the scheduler's questions ------------------------------------------------------------
+
+    def make_room(self, num_blocks: int) -> int:
+        """See ``SendDesk``."""
+        return 0 if self._connector is None else self._connector.give_up_oldest(num_blocks)
+
+    def pause(self, request: LiveRequest) -> None:
+        """See ``SendDesk``. Push: the connector lets go of what it has not posted."""
+        transfer = _push_of(request)
+        if transfer is None or self._connector is None:
+            return
+        if self._pushes.get(transfer.transfer_id) is request:
+            self._connector.pause_send(transfer.transfer_id)
+
+    # -- a prefill's way ----------------------------------------------------------------------
 
     def complete(
         self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None

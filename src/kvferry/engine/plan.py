@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.connector.wish import HistoryWish
 from kvferry.engine.live_request import LiveRequest
 from kvferry.protocol.ids import BlockNumber
-
-MakeRoom = Callable[[int], int]
-"""Asks the connector to give up offers worth that many blocks; returns how many were freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +52,18 @@ class StepPlan:
     num_preempted: int = 0
     is_short_of_blocks: bool = False
     """A request waits until somebody gives blocks back."""
+
+
+class SendDesk(Protocol):
+    """What the scheduler tells and asks of requests that are sent; see ``HandoffSender``."""
+
+    def make_room(self, num_blocks: int) -> int:
+        """Give up offers worth that many blocks; return how many were freed."""
+        ...
+
+    def pause(self, request: LiveRequest) -> None:
+        """``request`` is about to lose its blocks, which are to be free at once."""
+        ...
 
 
 class ReceiveDesk(Protocol):

@@ -17,7 +17,7 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.connector.wish import HistoryWish
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.live_request import LiveRequest, Phase
-from kvferry.engine.plan import Chunk, HistoryStart, MakeRoom, ReceiveDesk, ReceiveStart, StepPlan
+from kvferry.engine.plan import Chunk, HistoryStart, ReceiveDesk, ReceiveStart, SendDesk, StepPlan
 from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.errors import CapacityError
 from kvferry.protocol.ids import BlockHash
@@ -40,12 +40,12 @@ class Scheduler:
         self,
         pool: BlockPool,
         config: EngineConfig,
-        make_room: MakeRoom,
+        sends: SendDesk,
         receives: ReceiveDesk,
         threshold: RecomputeThreshold,
     ) -> None:
         self._pool = pool
-        self._make_room = make_room
+        self._sends = sends
         self._receives = receives
         self._block_size_tokens = config.block_size_tokens
         self._max_running = config.max_num_sequences
@@ -162,7 +162,7 @@ class Scheduler:
         while not self._try_allocate(request, lacking):
             victim = self.running[-1]
             if len(self.running) == 1:
-                if self._make_room(lacking) > 0:
+                if self._sends.make_room(lacking) > 0:
                     continue
                 if self._take_back(plan, self.receiving):
                     plan.is_short_of_blocks = True
@@ -170,6 +170,7 @@ class Scheduler:
             self.running.remove(victim)
             victim.num_preemptions += 1
             plan.num_preempted += 1
+            self._sends.pause(victim)
             self._requeue(victim)
             if victim is request:
                 plan.is_short_of_blocks = True
@@ -302,7 +303,7 @@ class Scheduler:
         """Whether ``lacking`` blocks are free beside one for each running request's next block."""
         short = lacking + len(self.running) - self._pool.num_free
         if short > 0:
-            self._make_room(short)
+            self._sends.make_room(short)
             short = lacking + len(self.running) - self._pool.num_free
         return short <= 0
 

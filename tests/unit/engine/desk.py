@@ -55,14 +55,18 @@ class Desk:
         config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
         self.pool = BlockPool(num_blocks)
         self.asked_room: list[int] = []
+        self.paused: list[LiveRequest] = []
         self.peer = FakePeer()
         threshold = FixedThreshold(config.recompute_threshold_tokens or 0)
-        self.scheduler = Scheduler(self.pool, config, self.make_room, self.peer, threshold)
+        self.scheduler = Scheduler(self.pool, config, self, self.peer, threshold)
         self.num_arrivals = 0
 
     def make_room(self, num_blocks: int) -> int:
         self.asked_room.append(num_blocks)
         return 0
+
+    def pause(self, request: LiveRequest) -> None:
+        self.paused.append(request)
 
     def arrive(
         self,
