@@ -1,4 +1,4 @@
-"""Files stay under 400 lines and functions under 40; no module is called after nothing."""
+"""Files stay within 600 lines and functions within 50; no module is called after nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 40
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 50
 MAX_TEST_FUNCTION_LINES = 80
 EMPTY_NAMES = {"utils", "helpers", "common", "misc"}
 
