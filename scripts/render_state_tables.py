@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvferry.connector.pull import RECEIVER, SENDER
-from kvferry.connector.push import PUSH_RECEIVER, PUSH_SENDER
+from kvferry.connector.pull.table import RECEIVER, SENDER
+from kvferry.connector.push.table import PUSH_RECEIVER, PUSH_SENDER
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- tables:begin -->"

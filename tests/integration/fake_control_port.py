@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.control import ControlContext, ControlServer
+from kvferry.connector.peers.control import ControlContext, ControlServer
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.messages import InstanceInfo, Message
 from tests.integration.exchange_pair import LAYOUT

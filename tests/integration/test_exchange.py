@@ -14,7 +14,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.control import ControlServer, Received
+from kvferry.connector.peers.control import ControlServer, Received
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.connector.wish import HistoryWish

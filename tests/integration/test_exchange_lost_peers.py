@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import zmq
 
-from kvferry.connector.holders import Holders
+from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.codec import encode
@@ -97,7 +97,7 @@ def test_a_sender_that_was_silent_for_a_while_holds_nothing_for_longer(
         with silence(prefill):
             wait_until(lambda: decode.exchange.snapshot().num_peers_resting == 1)
             if is_greeted:
-                monkeypatch.setattr(Holders, "send_late_releases", lambda _: None)
+                monkeypatch.setattr(OutboundPeers, "send_late_releases", lambda _: None)
             decode.exchange.end_receive(TRANSFER, needed=True)
         if is_greeted:
             wait_until(partial(is_free_after_a_greeting, prefill, decode))

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvferry.connector.effects import PostWrite
-from kvferry.connector.events import Event
-from kvferry.connector.holders import Holders
-from kvferry.connector.readers import Readers, reader_name
-from kvferry.connector.writes import Writes
+from kvferry.connector.machine.effects import PostWrite
+from kvferry.connector.machine.events import Event
+from kvferry.connector.peers.inbound import InboundPeers, reader_name
+from kvferry.connector.peers.outbound import OutboundPeers
+from kvferry.connector.peers.writes import Writes
 from kvferry.protocol.codec import encode
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Hello, Message, Reply
@@ -84,9 +84,9 @@ def test_nothing_decided_for_an_old_link_is_written_on_a_new_one(
     """The engine goes on while the receiver connects anew, and the old blocks may be reused."""
     old_links: list[Link | None] = []
     posted_on: list[Link | None] = []
-    answer, post = Readers.answer, Writes.post
+    answer, post = InboundPeers.answer, Writes.post
 
-    def advance_first(readers: Readers, identity: bytes, message: Message) -> Reply:
+    def advance_first(readers: InboundPeers, identity: bytes, message: Message) -> Reply:
         if isinstance(message, Hello) and posted_on == []:
             old_links.append(readers.link(reader_name(message)))
             if old_links[-1] is not None:
@@ -97,7 +97,7 @@ def test_nothing_decided_for_an_old_link_is_written_on_a_new_one(
         posted_on.append(link)
         return post(writes, effect, link)
 
-    monkeypatch.setattr(Readers, "answer", advance_first)
+    monkeypatch.setattr(InboundPeers, "answer", advance_first)
     monkeypatch.setattr(Writes, "post", note)
     with pair() as (prefill, decode):
         source = Prefill(prefill)
@@ -127,9 +127,9 @@ def greet_anew(decode: Side, prefill: Side) -> None:
 
 def test_what_is_decided_as_it_closes_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that could not be stopped in time may still decide."""
-    close = Holders.close
+    close = OutboundPeers.close
 
-    def decide_first(holders: Holders) -> None:
+    def decide_first(holders: OutboundPeers) -> None:
         stranger = PeerAddress(InstanceId("other"), Epoch(7), "tcp://127.0.0.1:9")
         decode.exchange.contact(stranger)
         close(holders)
@@ -139,7 +139,7 @@ def test_what_is_decided_as_it_closes_leaves_no_socket(monkeypatch: pytest.Monke
         source.begin()
         source.compute_all()
         assert_received(decode, begin_receive(decode, prefill), source)
-        monkeypatch.setattr(Holders, "close", decide_first)
+        monkeypatch.setattr(OutboundPeers, "close", decide_first)
         decode.exchange.close()
         monkeypatch.undo()
         port = int(decode.exchange.address.control_address.rpartition(":")[2])

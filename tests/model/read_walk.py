@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     Effect,
     PostRead,
     SendAcquire,
@@ -20,7 +20,7 @@ from kvferry.connector.effects import (
     StartServing,
     StopServing,
 )
-from kvferry.connector.events import ReadEnded, ReadStatus
+from kvferry.connector.machine.events import ReadEnded, ReadStatus
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvferry.blocks.partials import partial_content
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     SendAcquireHistory,
     SendRelease,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.hashing import block_hashes, chain_root

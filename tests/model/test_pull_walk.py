@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     SendAcquire,
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.protocol.ids import BlockNumber, Epoch, TransferId
 from kvferry.protocol.messages import Acquire, Renew

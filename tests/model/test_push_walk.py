@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     DisconnectPeer,
     DisconnectReader,
     Effect,
@@ -26,7 +26,7 @@ from kvferry.connector.effects import (
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import (
+from kvferry.connector.machine.events import (
     Noticed,
     PeerLost,
     PeerQuiet,

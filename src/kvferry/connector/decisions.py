@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from kvferry.connector.effects import Effect
+from kvferry.connector.machine.effects import Effect
 
 Question = ParamSpec("Question")
 Answer = TypeVar("Answer")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from kvferry import __version__
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig, is_loopback
-from kvferry.connector.effects import ContactPeer
-from kvferry.connector.mover import Mover
-from kvferry.connector.parts import MoverParts
+from kvferry.connector.machine.effects import ContactPeer
+from kvferry.connector.mover.mover import Mover
+from kvferry.connector.peers.inbound import BlockDigester
+from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import (
     BlockPort,
@@ -22,7 +23,6 @@ from kvferry.connector.ports import (
     ReceiveOutcome,
     ReceiveResult,
 )
-from kvferry.connector.readers import BlockDigester
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import ExchangeMetrics

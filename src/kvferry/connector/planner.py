@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.early import NOT_PUSHED
-from kvferry.connector.effects import Effect
-from kvferry.connector.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
-from kvferry.connector.history import HistoryPlanner
-from kvferry.connector.holds import Holds
+from kvferry.connector.history.holder import HistoryHolder
+from kvferry.connector.leases.active_readers import ActiveReaders
+from kvferry.connector.leases.handoff import HandoffLeases
+from kvferry.connector.machine.effects import Effect
+from kvferry.connector.machine.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
 from kvferry.connector.ports import (
     BlockPort,
     ConnectorSnapshot,
@@ -26,11 +26,11 @@ from kvferry.connector.ports import (
     PromptIdentity,
     ReceiveResult,
 )
-from kvferry.connector.push_receiver import PushReceiver
-from kvferry.connector.push_sender import PushSender
-from kvferry.connector.receiver import ReceivePlanner
-from kvferry.connector.sender import OfferPlanner
-from kvferry.connector.serving import Serving
+from kvferry.connector.pull.receiver import PullReceiver
+from kvferry.connector.pull.sender import PullSender
+from kvferry.connector.push.early import NOT_PUSHED
+from kvferry.connector.push.receiver import PushReceiver
+from kvferry.connector.push.sender import PushSender
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
@@ -61,15 +61,15 @@ class Planner:
         self._config = config
         self._lock = threading.Lock()
         self._quarantine = Quarantine(blocks, config.max_quarantine_share)
-        self._receiver = ReceivePlanner(config, blocks, self._quarantine, clock)
+        self._receiver = PullReceiver(config, blocks, self._quarantine, clock)
         self._push_receiver = PushReceiver(
             config, blocks, self._quarantine, clock, layout.block_bytes
         )
-        self._holds = Holds(config, blocks, clock)
+        self._holds = HandoffLeases(config, blocks, clock)
         self._holds.make_room = lambda num_blocks: self._give_up(num_blocks)[1]
-        serving = Serving()
-        self._sender = OfferPlanner(config, blocks, self._holds, serving, clock)
-        self._history = HistoryPlanner(config, blocks, serving, clock)
+        serving = ActiveReaders()
+        self._sender = PullSender(config, blocks, self._holds, serving, clock)
+        self._history = HistoryHolder(config, blocks, serving, clock)
         self._push_sender = PushSender(config, layout, blocks, self._holds, clock)
 
     def begin_receive(
@@ -286,7 +286,7 @@ class Planner:
             )
 
     def _require_unused(self, transfer_id: TransferId) -> None:
-        """Holds, heartbeats and releases know a handoff by its id alone, whatever its mode."""
+        """Leases, heartbeats and releases know a handoff by its id alone, whatever its mode."""
         if transfer_id in self._sender or transfer_id in self._push_sender:
             raise _in_use(f"transfer id {transfer_id} was used before")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.connector.decisions import Decisions
-from kvferry.connector.effects import Effect, StartServing, StopServing
+from kvferry.connector.machine.effects import Effect, StartServing, StopServing
 
 WAIT_S = 10.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     CountHistoryEnd,
     Effect,
     NotifyEngine,
@@ -14,7 +14,7 @@ from kvferry.connector.effects import (
     StartServing,
     StopServing,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.hashing import block_hashes, chain_root

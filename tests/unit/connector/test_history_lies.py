@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.blocks.partials import partial_content
-from kvferry.connector.effects import PostRead
-from kvferry.connector.events import AcquireAnswered, ReadEnded, ReadStatus
+from kvferry.connector.machine.effects import PostRead
+from kvferry.connector.machine.events import AcquireAnswered, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import BlockHash, BlockNumber

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.holds import Holds
+from kvferry.connector.leases.handoff import HandoffLeases
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber
 from kvferry.protocol.messages import Declined, DeclineReason, Failed, FailureReason, Registered
@@ -81,7 +81,7 @@ def test_a_registration_that_came_early_hears_that_its_prefill_is_pulled(world: 
 
 
 def test_a_second_hold_under_one_id_is_refused(world: World) -> None:
-    holds = Holds(make_config(), world.pool, world.clock)
+    holds = HandoffLeases(make_config(), world.pool, world.clock)
     blocks = world.pool.allocate(2)
     holds.take(TRANSFER, blocks[:1])
     with pytest.raises(LocalProtocolError, match="has a hold already"):

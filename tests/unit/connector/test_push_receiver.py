@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
     Effect,
@@ -15,7 +15,7 @@ from kvferry.connector.effects import (
     StartProgress,
     StopProgress,
 )
-from kvferry.connector.events import (
+from kvferry.connector.machine.events import (
     Noticed,
     PeerLost,
     PeerQuiet,

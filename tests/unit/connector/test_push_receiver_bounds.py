@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.connector.effects import NotifyEngine, SendRenew
-from kvferry.connector.events import ReleaseAnswered, RenewAnswered
+from kvferry.connector.machine.effects import NotifyEngine, SendRenew
+from kvferry.connector.machine.events import ReleaseAnswered, RenewAnswered
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.messages import (
     Admitted,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     DisconnectReader,
     Effect,
     Notify,
     NotifyEngine,
     PostWrite,
 )
-from kvferry.connector.events import WriteEnded
+from kvferry.connector.machine.events import WriteEnded
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
 from kvferry.errors import RequestError
 from kvferry.protocol.first_token import FirstToken

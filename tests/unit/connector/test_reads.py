@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.connector.effects import PostRead
-from kvferry.connector.events import ReadEnded, ReadStatus
-from kvferry.connector.reads import Reads
+from kvferry.connector.machine.effects import PostRead
+from kvferry.connector.machine.events import ReadEnded, ReadStatus
+from kvferry.connector.peers.reads import Reads
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock

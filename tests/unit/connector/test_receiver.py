@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
     Effect,
@@ -15,7 +15,7 @@ from kvferry.connector.effects import (
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, InstanceId, TransferId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.effects import CountOfferEnd, Effect, StartServing, StopServing
+from kvferry.connector.machine.effects import CountOfferEnd, Effect, StartServing, StopServing
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import (

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     SendAcquire,
     SendAcquireHistory,
     SendRegister,
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, PeerQuiet
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, PeerQuiet
+from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.sessions import Session, SessionState
 from kvferry.errors import PeerUnreachableError
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId
 from kvferry.protocol.messages import (

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import pytest
 
-from kvferry.connector.machine import Rule, Table
-from kvferry.connector.pull import (
+from kvferry.connector.machine.table import Rule, Table
+from kvferry.connector.pull.table import (
     RECEIVER,
     SENDER,
     OfferAction,
@@ -15,14 +15,14 @@ from kvferry.connector.pull import (
     ReceiveEvent,
     ReceiveState,
 )
-from kvferry.connector.push import (
+from kvferry.connector.push.table import (
     PUSH_RECEIVER,
     PUSH_SENDER,
-    FillAction,
-    FillEvent,
-    FillState,
-    SendEvent,
-    SendState,
+    IncomingAction,
+    IncomingEvent,
+    IncomingState,
+    OutgoingEvent,
+    OutgoingState,
 )
 
 AnyTable = Table[StrEnum, StrEnum, StrEnum]
@@ -73,18 +73,25 @@ def test_a_held_offer_that_closes_gives_its_hold_back_once() -> None:
 
 
 def test_registered_blocks_are_dropped_only_when_nothing_can_land() -> None:
-    quiet = {FillEvent.WRITTEN, FillEvent.DECLINED, FillEvent.FAILED_QUIET, FillEvent.QUIET}
+    quiet = {
+        IncomingEvent.WRITTEN,
+        IncomingEvent.DECLINED,
+        IncomingEvent.FAILED_QUIET,
+        IncomingEvent.QUIET,
+    }
     for (state, event), rule in PUSH_RECEIVER.rules.items():
-        gives_back = {FillAction.DROP_BLOCKS, FillAction.LEAVE_QUARANTINE} & set(rule.actions)
-        if state in (FillState.FILLING, FillState.QUARANTINED) and gives_back:
+        gives_back = {IncomingAction.DROP_BLOCKS, IncomingAction.LEAVE_QUARANTINE} & set(
+            rule.actions
+        )
+        if state in (IncomingState.FILLING, IncomingState.QUARANTINED) and gives_back:
             assert event in quiet
 
 
 def test_a_sender_that_may_have_posted_closes_only_when_all_is_terminal() -> None:
-    posting = {SendState.FOLLOWING, SendState.FLUSHING, SendState.DRAINING}
+    posting = {OutgoingState.FOLLOWING, OutgoingState.FLUSHING, OutgoingState.DRAINING}
     for (state, event), rule in PUSH_SENDER.rules.items():
-        if state in posting and rule.next_state is SendState.CLOSED:
-            assert event in (SendEvent.ALL_WRITTEN, SendEvent.DRAINED)
+        if state in posting and rule.next_state is OutgoingState.CLOSED:
+            assert event in (OutgoingEvent.ALL_WRITTEN, OutgoingEvent.DRAINED)
 
 
 def test_a_pair_without_a_rule_changes_nothing() -> None:

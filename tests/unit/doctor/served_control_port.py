@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.control import ControlContext, ControlServer
+from kvferry.connector.peers.control import ControlContext, ControlServer
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.messages import InstanceInfo, Message, Release, Released
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvferry.connector.control import ControlServer
+from kvferry.connector.peers.control import ControlServer
 from kvferry.doctor.control_question import ask_control_port
 from kvferry.doctor.facts import ControlEnd, ControlFacts
 from kvferry.protocol.messages import Message, Released

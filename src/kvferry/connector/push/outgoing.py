@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
-from kvferry.connector.push import PUSH_SENDER, SendEvent, SendState
+from kvferry.connector.push.table import PUSH_SENDER, OutgoingEvent, OutgoingState
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import FailureReason, FirstTokenReady, Written
 
 REASON_OF_END = {
-    SendEvent.WITHDRAWN: FailureReason.ABORTED,
-    SendEvent.EXPIRED: FailureReason.EXPIRED,
-    SendEvent.PRESSURE: FailureReason.PRESSURE,
-    SendEvent.WRITE_FAILED: FailureReason.TRANSPORT,
+    OutgoingEvent.WITHDRAWN: FailureReason.ABORTED,
+    OutgoingEvent.EXPIRED: FailureReason.EXPIRED,
+    OutgoingEvent.PRESSURE: FailureReason.PRESSURE,
+    OutgoingEvent.WRITE_FAILED: FailureReason.TRANSPORT,
 }
 
 
@@ -36,12 +36,12 @@ class RunningWrite:
 
 
 @dataclass(slots=True)
-class Send:
+class OutgoingPush:
     """One prefill whose blocks are to be pushed."""
 
     transfer_id: TransferId
     prompt: PromptIdentity
-    state: SendState = PUSH_SENDER.initial
+    state: OutgoingState = PUSH_SENDER.initial
     blocks: tuple[BlockNumber, ...] = ()
     num_ready: int = 0
     """Leading positions whose KV is complete."""
@@ -65,14 +65,14 @@ class Send:
         return not self.running and self.next_position >= len(self.blocks)
 
 
-def first_token_notice(send: Send, end: PrefillEnd) -> FirstTokenReady:
+def first_token_notice(send: OutgoingPush, end: PrefillEnd) -> FirstTokenReady:
     """Return the notice that prefill is complete."""
     return FirstTokenReady(
         send.transfer_id, end.first_token, send.prompt.digest, end.ended_s, end.report
     )
 
 
-def written_notice(send: Send, end: PrefillEnd) -> Written:
+def written_notice(send: OutgoingPush, end: PrefillEnd) -> Written:
     """Return the notice that all of the registration is written."""
     registration = send.registration
     first_block = registration.first_block if registration is not None else 0

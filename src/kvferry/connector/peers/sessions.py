@@ -14,14 +14,14 @@ from typing import Protocol
 import zmq
 
 from kvferry.clock import Clock
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     SendAcquire,
     SendAcquireHistory,
     SendRegister,
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import (
+from kvferry.connector.machine.events import (
     AcquireAnswered,
     Event,
     Noticed,
@@ -31,8 +31,8 @@ from kvferry.connector.events import (
     ReleaseAnswered,
     RenewAnswered,
 )
+from kvferry.connector.peers.requests import Sendable, to_request
 from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.requests import Sendable, to_request
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.early import NOT_PUSHED, EarlyRegistrations, find_mismatch, mismatch_notice
-from kvferry.connector.effects import (
+from kvferry.connector.leases.handoff import HandoffLeases
+from kvferry.connector.machine.effects import (
     CountOfferEnd,
     DisconnectReader,
     Effect,
@@ -19,18 +19,23 @@ from kvferry.connector.effects import (
     NotifyEngine,
     PostWrite,
 )
-from kvferry.connector.events import WriteEnded
-from kvferry.connector.holds import Holds
+from kvferry.connector.machine.events import WriteEnded
 from kvferry.connector.ports import BlockPort, PrefillEnd, PromptIdentity
-from kvferry.connector.push import PUSH_SENDER, SendAction, SendEvent, SendState
-from kvferry.connector.send_record import (
+from kvferry.connector.push.early import (
+    NOT_PUSHED,
+    EarlyRegistrations,
+    find_mismatch,
+    mismatch_notice,
+)
+from kvferry.connector.push.outgoing import (
     REASON_OF_END,
+    OutgoingPush,
     Registration,
     RunningWrite,
-    Send,
     first_token_notice,
     written_notice,
 )
+from kvferry.connector.push.table import PUSH_SENDER, OutgoingAction, OutgoingEvent, OutgoingState
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
@@ -63,7 +68,7 @@ class PushSender:
         config: ExchangeConfig,
         layout: KVLayout,
         blocks: BlockPort,
-        holds: Holds,
+        holds: HandoffLeases,
         clock: Clock,
     ) -> None:
         self._config = config
@@ -72,7 +77,7 @@ class PushSender:
         self._pool = blocks
         self._holds = holds
         self._clock = clock
-        self._sends: OrderedDict[TransferId, Send] = OrderedDict()
+        self._sends: OrderedDict[TransferId, OutgoingPush] = OrderedDict()
         self._early = EarlyRegistrations(config, clock)
         self._ends: OrderedDict[TransferId, Notice] = OrderedDict()
         self._running_blocks: Counter[str] = Counter()
@@ -92,11 +97,11 @@ class PushSender:
     # -- the engine's calls -------------------------------------------------------------------
     def begin(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
         """See ``ConnectorPort.begin_send``; the planner has checked that the id is free."""
-        send = Send(transfer_id, prompt)
+        send = OutgoingPush(transfer_id, prompt)
         self._sends[transfer_id] = send
         effects: list[Effect] = [Notify(transfer_id, Admitted(transfer_id))]
         if not self._early.begin(transfer_id):
-            return effects + self._step(send, SendEvent.RELEASED)
+            return effects + self._step(send, OutgoingEvent.RELEASED)
         early = self._early.pop(transfer_id)
         if early is None:
             return effects
@@ -115,7 +120,7 @@ class PushSender:
         self._refer_to(send, blocks)
         send.num_ready = min(num_tokens // self._block_size_tokens, len(send.blocks))
         send.has_blocks = True
-        return self._step(send, SendEvent.ADVANCED)
+        return self._step(send, OutgoingEvent.ADVANCED)
 
     def pause(self, transfer_id: TransferId) -> None:
         """See ``ConnectorPort.pause_send``."""
@@ -137,13 +142,13 @@ class PushSender:
         self._refer_to(send, blocks)
         send.num_ready = len(send.blocks)
         send.end = end
-        return self._step(send, SendEvent.COMPLETED)
+        return self._step(send, OutgoingEvent.COMPLETED)
 
     def withdraw(self, transfer_id: TransferId) -> list[Effect]:
         """See ``ConnectorPort.withdraw``."""
         send = self._sends.get(transfer_id)
         if send is not None:
-            return self._step(send, SendEvent.WITHDRAWN)
+            return self._step(send, OutgoingEvent.WITHDRAWN)
         self._early.pop(transfer_id)
         if transfer_id in self._ends:
             return []
@@ -172,15 +177,15 @@ class PushSender:
             if num_freed >= num_blocks:
                 break
             # A send that is just being completed must not make room for itself.
-            if send.state is SendState.HELD and send.transfer_id in self._holds:
+            if send.state is OutgoingState.HELD and send.transfer_id in self._holds:
                 num_freed += len(send.blocks)
-                effects += self._step(send, SendEvent.PRESSURE)
+                effects += self._step(send, OutgoingEvent.PRESSURE)
         return num_freed, effects
 
     def expire(self, transfer_id: TransferId) -> list[Effect]:
         """The hold of ``transfer_id`` is past its time."""
         send = self._sends.get(transfer_id)
-        return self._step(send, SendEvent.EXPIRED) if send is not None else []
+        return self._step(send, OutgoingEvent.EXPIRED) if send is not None else []
 
     # -- the receiver's messages --------------------------------------------------------------
     def register(
@@ -197,7 +202,7 @@ class PushSender:
         refusal = find_mismatch(send.prompt, message, self._block_size_tokens)
         if refusal is not None:
             return refusal, []
-        if send.state is SendState.DRAINING:
+        if send.state is OutgoingState.DRAINING:
             return decline(DeclineReason.GONE, "the push was given up"), []
         current = send.registration
         is_repeated = current is not None and current.reader == reader
@@ -215,7 +220,7 @@ class PushSender:
         if send is None:
             return (Renewed(message.duration_s), []) if transfer_id in self._early else None
         duration_s = message.duration_s
-        if send.state in (SendState.HELD, SendState.FLUSHING):
+        if send.state in (OutgoingState.HELD, OutgoingState.FLUSHING):
             try:
                 duration_s = self._holds.renew(transfer_id, message.duration_s)
             except FerryError as error:
@@ -235,7 +240,9 @@ class PushSender:
             is_quiet = all(w.registration.reader != reader for w in send.running.values())
             current = send.registration
             is_anothers = current is not None and current.reader != reader
-            return Released(is_quiet), [] if is_anothers else self._step(send, SendEvent.RELEASED)
+            return Released(is_quiet), [] if is_anothers else self._step(
+                send, OutgoingEvent.RELEASED
+            )
         if transfer_id in self._ends:
             return Released(), []
         return Released(), [NotifyEngine()] if self._early.withdraw(transfer_id, reader) else []
@@ -247,7 +254,7 @@ class PushSender:
         for send in list(self._sends.values()):
             if send.registration is not None and send.registration.reader == reader:
                 send.detail = "the receiver has connected anew since it registered"
-                effects += self._step(send, SendEvent.WRITE_FAILED)
+                effects += self._step(send, OutgoingEvent.WRITE_FAILED)
         return effects
 
     # -- the mover's events -------------------------------------------------------------------
@@ -265,10 +272,10 @@ class PushSender:
         effects = self._tell_old_generations_quiet(send, write.registration)
         current = send.registration
         if event.is_done or (current is not None and current.reader != reader):
-            effects += self._step(send, SendEvent.WRITE_DONE)
+            effects += self._step(send, OutgoingEvent.WRITE_DONE)
         else:
             send.detail = event.detail
-            effects += self._step(send, SendEvent.WRITE_FAILED)
+            effects += self._step(send, OutgoingEvent.WRITE_FAILED)
         for other in list(self._sends.values()):
             registration = other.registration
             if other is not send and registration is not None and registration.reader == reader:
@@ -283,7 +290,7 @@ class PushSender:
         for send in list(self._sends.values()):
             if now_s >= send.grace_ends_s:
                 send.grace_ends_s = now_s + self._config.quarantine_grace_s
-                effects += self._step(send, SendEvent.GRACE_OVER)
+                effects += self._step(send, OutgoingEvent.GRACE_OVER)
         return effects
 
     def next_deadline_s(self) -> float | None:
@@ -294,7 +301,7 @@ class PushSender:
         return None if due_s == float("inf") else due_s
 
     # -- decisions ----------------------------------------------------------------------------
-    def _refer_to(self, send: Send, blocks: Sequence[BlockNumber]) -> None:
+    def _refer_to(self, send: OutgoingPush, blocks: Sequence[BlockNumber]) -> None:
         """The prompt is in ``blocks``: keep each from being reused until it is written.
 
         What was posted from other blocks stays right: each WRITE has references of its own.
@@ -305,12 +312,12 @@ class PushSender:
         self._pool.drop(dropped)
         send.blocks = tuple(blocks)
 
-    def _let_go(self, send: Send) -> None:
+    def _let_go(self, send: OutgoingPush) -> None:
         """Nothing more is posted from the blocks of now."""
         self._pool.drop(send.blocks)
         send.blocks, send.num_ready = (), 0
 
-    def _register(self, send: Send, reader: str, message: Register) -> list[Effect]:
+    def _register(self, send: OutgoingPush, reader: str, message: Register) -> list[Effect]:
         send.registration = Registration(
             reader, message.generation, message.first_block, message.blocks
         )
@@ -318,9 +325,9 @@ class PushSender:
         if message.generation > 0 and not send.running:
             quiet = Quiet(send.transfer_id, message.generation - 1)
             effects.append(Notify(send.transfer_id, quiet))
-        return effects + self._step(send, SendEvent.REGISTERED)
+        return effects + self._step(send, OutgoingEvent.REGISTERED)
 
-    def _tell_old_generations_quiet(self, send: Send, ended: Registration) -> list[Effect]:
+    def _tell_old_generations_quiet(self, send: OutgoingPush, ended: Registration) -> list[Effect]:
         current = send.registration
         if current is None or ended == current or ended.reader != current.reader:
             return []
@@ -328,62 +335,65 @@ class PushSender:
             return []
         return [Notify(send.transfer_id, Quiet(send.transfer_id, current.generation - 1))]
 
-    def _step(self, send: Send, event: SendEvent) -> list[Effect]:
+    def _step(self, send: OutgoingPush, event: OutgoingEvent) -> list[Effect]:
         was = send.state
         rule = PUSH_SENDER.step(was, event)
         send.state = rule.next_state
         effects: list[Effect] = []
         for action in rule.actions:
             effects += self._act(send, action, event)
-        if send.state in (SendState.DRAINING, SendState.CLOSED):
+        if send.state in (OutgoingState.DRAINING, OutgoingState.CLOSED):
             self._let_go(send)
-        if send.state is SendState.DRAINING and was is not SendState.DRAINING:
+        if send.state is OutgoingState.DRAINING and was is not OutgoingState.DRAINING:
             send.grace_ends_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
-        if send.state is SendState.FLUSHING and send.is_written:
-            effects += self._step(send, SendEvent.ALL_WRITTEN)
-        elif send.state is SendState.DRAINING and not send.running:
-            effects += self._step(send, SendEvent.DRAINED)
-        elif send.state is SendState.CLOSED and was is not SendState.CLOSED:
+        if send.state is OutgoingState.FLUSHING and send.is_written:
+            effects += self._step(send, OutgoingEvent.ALL_WRITTEN)
+        elif send.state is OutgoingState.DRAINING and not send.running:
+            effects += self._step(send, OutgoingEvent.DRAINED)
+        elif send.state is OutgoingState.CLOSED and was is not OutgoingState.CLOSED:
             effects.append(self._close(send, event))
         return effects
 
     def _act(  # noqa: C901 - one branch per action
-        self, send: Send, action: SendAction, event: SendEvent
+        self, send: OutgoingPush, action: OutgoingAction, event: OutgoingEvent
     ) -> list[Effect]:
         match action:
-            case SendAction.RESTART_WRITES:
+            case OutgoingAction.RESTART_WRITES:
                 if send.registration is not None:
                     send.next_position = send.registration.first_block
-            case SendAction.POST_WRITES:
+            case OutgoingAction.POST_WRITES:
                 return self._post_writes(send)
-            case SendAction.TAKE_HOLD:
+            case OutgoingAction.TAKE_HOLD:
                 return self._holds.take(send.transfer_id, send.blocks)
-            case SendAction.RELEASE_HOLD:
+            case OutgoingAction.RELEASE_HOLD:
                 self._holds.release(send.transfer_id)
-            case SendAction.STOP_PREFILL:
+            case OutgoingAction.STOP_PREFILL:
                 self._stopped.append(send.transfer_id)
                 return [NotifyEngine()]
-            case SendAction.TELL_FIRST_TOKEN if send.end is not None:
+            case OutgoingAction.TELL_FIRST_TOKEN if send.end is not None:
                 return [Notify(send.transfer_id, first_token_notice(send, send.end))]
-            case SendAction.TELL_WRITTEN if send.end is not None:
+            case OutgoingAction.TELL_WRITTEN if send.end is not None:
                 return [self._remember_end(send.transfer_id, written_notice(send, send.end))]
-            case SendAction.TELL_FAILED:
+            case OutgoingAction.TELL_FAILED:
                 reason = REASON_OF_END[event]
                 failed = Failed(send.transfer_id, reason, not send.running, send.detail[:1024])
                 return [self._remember_end(send.transfer_id, failed)]
-            case SendAction.TELL_QUIET:
+            case OutgoingAction.TELL_QUIET:
                 generation = send.registration.generation if send.registration else 0
                 return [Notify(send.transfer_id, Quiet(send.transfer_id, generation))]
-            case SendAction.DISCONNECT_READER:
+            case OutgoingAction.DISCONNECT_READER:
                 readers = {w.registration.reader for w in send.running.values()}
                 return [DisconnectReader(reader) for reader in sorted(readers)]
             case _:  # pragma: no cover - a token is told only where there is one
                 pass
         return []
 
-    def _post_writes(self, send: Send) -> list[Effect]:
+    def _post_writes(self, send: OutgoingPush) -> list[Effect]:
         registration = send.registration
-        if registration is None or send.state not in (SendState.FOLLOWING, SendState.FLUSHING):
+        if registration is None or send.state not in (
+            OutgoingState.FOLLOWING,
+            OutgoingState.FLUSHING,
+        ):
             return []
         effects: list[Effect] = []
         room = self._max_running_blocks - self._running_blocks[registration.reader]
@@ -413,10 +423,10 @@ class PushSender:
             self._ends.popitem(last=False)
         return Notify(transfer_id, notice)
 
-    def _close(self, send: Send, event: SendEvent) -> Effect:
+    def _close(self, send: OutgoingPush, event: OutgoingEvent) -> Effect:
         self._sends.pop(send.transfer_id, None)
         if send.transfer_id not in self._ends:
             self._remember_end(send.transfer_id, Quiet(send.transfer_id, 2**40))
-        outcome = "written" if event is SendEvent.ALL_WRITTEN else event.value
+        outcome = "written" if event is OutgoingEvent.ALL_WRITTEN else event.value
         self.outcomes[outcome] += 1
         return CountOfferEnd(outcome)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import CountOfferEnd, Effect
-from kvferry.connector.holds import Holds
+from kvferry.connector.leases.active_readers import ActiveReaders
+from kvferry.connector.leases.handoff import HandoffLeases
+from kvferry.connector.machine.effects import CountOfferEnd, Effect
 from kvferry.connector.ports import BlockPort, PromptIdentity
-from kvferry.connector.pull import SENDER, OfferAction, OfferEvent, OfferState
-from kvferry.connector.serving import Serving
+from kvferry.connector.pull.table import SENDER, OfferAction, OfferEvent, OfferState
 from kvferry.errors import CapacityError, FerryError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 from kvferry.protocol.messages import (
@@ -58,15 +58,15 @@ class _Offer:
     readers: dict[str, LeaseId] = field(default_factory=dict)
 
 
-class OfferPlanner:
+class PullSender:
     """All offers of one instance."""
 
     def __init__(
         self,
         config: ExchangeConfig,
         blocks: BlockPort,
-        holds: Holds,
-        serving: Serving,
+        holds: HandoffLeases,
+        serving: ActiveReaders,
         clock: Clock,
     ) -> None:
         self._config = config

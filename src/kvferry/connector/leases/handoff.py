@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvferry.blocks.lease import LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import Effect
+from kvferry.connector.machine.effects import Effect
 from kvferry.connector.ports import BlockPort
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
@@ -16,7 +16,7 @@ MakeRoom = Callable[[int], list[Effect]]
 """Gives up oldest holds that nobody uses, worth that many blocks where there are so many."""
 
 
-class Holds:
+class HandoffLeases:
     """The holds of both modes. ``make_room`` is set by the planner, which knows both."""
 
     def __init__(self, config: ExchangeConfig, blocks: BlockPort, clock: Clock) -> None:

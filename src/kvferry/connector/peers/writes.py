@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.connector.effects import PostWrite
-from kvferry.connector.events import Event, WriteEnded
+from kvferry.connector.machine.effects import PostWrite
+from kvferry.connector.machine.events import Event, WriteEnded
 from kvferry.errors import FerryError
 from kvferry.transport.base import Link, Transfer, TransferStatus
 

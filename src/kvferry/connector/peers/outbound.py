@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvferry.connector.control import ControlClient, ControlContext
-from kvferry.connector.effects import SendRelease
-from kvferry.connector.events import Event, PeerLost, PeerQuiet
-from kvferry.connector.parts import MoverParts
+from kvferry.connector.machine.effects import SendRelease
+from kvferry.connector.machine.events import Event, PeerLost, PeerQuiet
+from kvferry.connector.peers.control import ControlClient, ControlContext
+from kvferry.connector.peers.parts import MoverParts
+from kvferry.connector.peers.reads import Reads
+from kvferry.connector.peers.requests import Sendable
+from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.reads import Reads
-from kvferry.connector.requests import Sendable
-from kvferry.connector.sessions import Session, SessionState
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId
@@ -34,7 +34,7 @@ HandleEvents = Callable[[Sequence[Event]], None]
 CountMalformed = Callable[[str], None]
 
 
-class Holders:
+class OutboundPeers:
     """Sessions with holders and senders, by address. ``handle`` takes what they report."""
 
     def __init__(  # noqa: PLR0913 - what the mover shares with it, by name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     SendAcquire,
     SendAcquireHistory,
     SendRegister,

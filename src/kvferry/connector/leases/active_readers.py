@@ -1,13 +1,13 @@
-"""``Serving``: which readers have a lease right now, so that their links are progressed."""
+"""``ActiveReaders``: which readers have a lease right now, so that their links are progressed."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from kvferry.connector.effects import Effect, StartServing, StopServing
+from kvferry.connector.machine.effects import Effect, StartServing, StopServing
 
 
-class Serving:
+class ActiveReaders:
     """Counts leases by reader, of whatever kind; not locked: ``Planner`` is."""
 
     def __init__(self) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connector.effects import SendRegister, SendRenew
+from kvferry.connector.machine.effects import SendRegister, SendRenew
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
-from kvferry.connector.push import PUSH_RECEIVER, FillState
+from kvferry.connector.push.table import PUSH_RECEIVER, IncomingState
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import FirstTokenReady, ReleaseOutcome, Written
 from kvferry.protocol.params import PeerAddress
 
 
 @dataclass(slots=True)
-class Fill:
+class IncomingPush:
     """One push that is being received."""
 
     transfer_id: TransferId
@@ -26,7 +26,7 @@ class Fill:
     deadline_s: float = field(init=False)
     posted_s: float | None = None
     """When the sender first told of WRITEs into ``blocks``."""
-    state: FillState = PUSH_RECEIVER.initial
+    state: IncomingState = PUSH_RECEIVER.initial
     generation: int = -1
     first_block: int = 0
     blocks: tuple[BlockNumber, ...] = ()

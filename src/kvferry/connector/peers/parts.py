@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.peers.inbound import BlockDigester
 from kvferry.connector.planner import Planner
-from kvferry.connector.readers import BlockDigester
 from kvferry.observe.metrics import ExchangeMetrics
 from kvferry.protocol.messages import Hello, InstanceInfo
 from kvferry.transport.base import Transport

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.clock import Clock
-from kvferry.connector.effects import PostRead
-from kvferry.connector.events import Event, ReadEnded, ReadStatus
-from kvferry.connector.readers import BlockDigester
+from kvferry.connector.machine.effects import PostRead
+from kvferry.connector.machine.events import Event, ReadEnded, ReadStatus
+from kvferry.connector.peers.inbound import BlockDigester
 from kvferry.errors import FerryError, TransferError
 from kvferry.protocol.ids import TransferId
 from kvferry.transport.base import Link, Transfer, TransferStatus

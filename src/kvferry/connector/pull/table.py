@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvferry.connector.machine import Rule, Table
+from kvferry.connector.machine.table import Rule, Table
 
 
 class ReceiveState(StrEnum):

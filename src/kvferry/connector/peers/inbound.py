@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.connector.decisions import Decisions
+from kvferry.connector.peers.sessions import require_same_memory
 from kvferry.connector.planner import Planner
-from kvferry.connector.sessions import require_same_memory
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
@@ -60,7 +60,7 @@ class _Route:
     reader: str
 
 
-class Readers:
+class InboundPeers:
     """Peers that have shaken hands to read here."""
 
     def __init__(  # noqa: PLR0913 - what the mover shares with it

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvferry.connector.machine import Rule, Table
+from kvferry.connector.machine.table import Rule, Table
 
 
-class SendState(StrEnum):
+class OutgoingState(StrEnum):
     """Where a sender is."""
 
     COMPUTING = "computing"
@@ -28,7 +28,7 @@ class SendState(StrEnum):
     CLOSED = "closed"
 
 
-class SendEvent(StrEnum):
+class OutgoingEvent(StrEnum):
     """What can happen to a sender."""
 
     REGISTERED = "registered"
@@ -46,7 +46,7 @@ class SendEvent(StrEnum):
     GRACE_OVER = "grace_over"
 
 
-class SendAction(StrEnum):
+class OutgoingAction(StrEnum):
     """What a sender does."""
 
     RESTART_WRITES = "restart_writes"
@@ -61,13 +61,13 @@ class SendAction(StrEnum):
     DISCONNECT_READER = "disconnect_reader"
 
 
-_S = SendState
-_E = SendEvent
-_A = SendAction
+_S = OutgoingState
+_E = OutgoingEvent
+_A = OutgoingAction
 
 _REGISTER = (_A.RESTART_WRITES, _A.POST_WRITES)
 
-PUSH_SENDER: Table[SendState, SendEvent, SendAction] = Table(
+PUSH_SENDER: Table[OutgoingState, OutgoingEvent, OutgoingAction] = Table(
     name="push sender",
     initial=_S.COMPUTING,
     final=_S.CLOSED,
@@ -103,7 +103,7 @@ PUSH_SENDER: Table[SendState, SendEvent, SendAction] = Table(
 )
 
 
-class FillState(StrEnum):
+class IncomingState(StrEnum):
     """Where a receiver is."""
 
     ANNOUNCED = "announced"
@@ -115,7 +115,7 @@ class FillState(StrEnum):
     CLOSED = "closed"
 
 
-class FillEvent(StrEnum):
+class IncomingEvent(StrEnum):
     """What can happen to a receiver."""
 
     BLOCKS_GIVEN = "blocks_given"
@@ -135,7 +135,7 @@ class FillEvent(StrEnum):
     GRACE_OVER = "grace_over"
 
 
-class FillAction(StrEnum):
+class IncomingAction(StrEnum):
     """What a receiver does."""
 
     HOLD_BLOCKS = "hold_blocks"
@@ -151,16 +151,16 @@ class FillAction(StrEnum):
     DISCONNECT_PEER = "disconnect_peer"
 
 
-_F = FillState
-_V = FillEvent
-_B = FillAction
+_F = IncomingState
+_V = IncomingEvent
+_B = IncomingAction
 
 _ABANDON = Rule(_F.QUARANTINED, (_B.QUARANTINE_BLOCKS, _B.START_PROGRESS, _B.SEND_RELEASE))
 _ABANDON_AND_REPORT = Rule(_F.QUARANTINED, (*_ABANDON.actions, _B.REPORT))
 _END_AND_REPORT = Rule(_F.CLOSED, (_B.SEND_RELEASE, _B.REPORT))
 _END = Rule(_F.CLOSED, (_B.SEND_RELEASE,))
 
-PUSH_RECEIVER: Table[FillState, FillEvent, FillAction] = Table(
+PUSH_RECEIVER: Table[IncomingState, IncomingEvent, IncomingAction] = Table(
     name="push receiver",
     initial=_F.ANNOUNCED,
     final=_F.CLOSED,

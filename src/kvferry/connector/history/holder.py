@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from kvferry.blocks.lease import LeaseLimits, LeaseTable
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import CountHistoryEnd, Effect
+from kvferry.connector.leases.active_readers import ActiveReaders
+from kvferry.connector.machine.effects import CountHistoryEnd, Effect
 from kvferry.connector.ports import BlockPort
-from kvferry.connector.serving import Serving
 from kvferry.errors import CapacityError
 from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
 from kvferry.protocol.messages import (
@@ -40,11 +40,11 @@ class _ReaderLease:
     transfer_id: TransferId
 
 
-class HistoryPlanner:
+class HistoryHolder:
     """All leases of peers that read a conversation back from here."""
 
     def __init__(
-        self, config: ExchangeConfig, blocks: BlockPort, serving: Serving, clock: Clock
+        self, config: ExchangeConfig, blocks: BlockPort, serving: ActiveReaders, clock: Clock
     ) -> None:
         self._blocks = blocks
         self._serving = serving

@@ -13,7 +13,7 @@ from kvferry.blocks.lease import READER_MARGIN_S, reader_deadline_s
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
     Effect,
@@ -24,10 +24,10 @@ from kvferry.connector.effects import (
     SendRelease,
     SendRenew,
 )
-from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.outcomes import OUTCOME_OF_DECLINE
+from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE
 from kvferry.connector.ports import BlockPort, PromptIdentity, ReceiveOutcome, ReceiveResult
-from kvferry.connector.pull import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
+from kvferry.connector.pull.table import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
@@ -73,7 +73,7 @@ class _Receive:
     end_of_request: ReleaseOutcome = field(default=ReleaseOutcome.FAILED)
 
 
-class ReceivePlanner:
+class PullReceiver:
     """All receives of one instance."""
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import Effect, Notify
+from kvferry.connector.machine.effects import Effect, Notify
 from kvferry.connector.ports import PromptIdentity
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvferry.connector.control import ControlContext, ControlServer, Received
 from kvferry.connector.decisions import Answer, Decisions, Question
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
     ContactPeer,
     CountHistoryEnd,
     CountOfferEnd,
@@ -33,14 +32,15 @@ from kvferry.connector.effects import (
     StopProgress,
     StopServing,
 )
-from kvferry.connector.events import Event
-from kvferry.connector.holders import Holders
-from kvferry.connector.parts import MoverParts
-from kvferry.connector.readers import Readers
-from kvferry.connector.reads import Reads
-from kvferry.connector.requests import Sendable
-from kvferry.connector.waker import Waker
-from kvferry.connector.writes import Writes
+from kvferry.connector.machine.events import Event
+from kvferry.connector.mover.waker import Waker
+from kvferry.connector.peers.control import ControlContext, ControlServer, Received
+from kvferry.connector.peers.inbound import InboundPeers
+from kvferry.connector.peers.outbound import OutboundPeers
+from kvferry.connector.peers.parts import MoverParts
+from kvferry.connector.peers.reads import Reads
+from kvferry.connector.peers.requests import Sendable
+from kvferry.connector.peers.writes import Writes
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.messages import InstanceQuery
@@ -69,7 +69,7 @@ class Mover:
         self.control_address = self._server.address
         self._decisions = Decisions()
         self._is_executing = False
-        self._readers = Readers(
+        self._readers = InboundPeers(
             parts.hello,
             parts.transport,
             parts.planner,
@@ -84,7 +84,7 @@ class Mover:
         self._waker = Waker()
         self._is_torn_down = False
         self._poller = zmq.Poller()
-        self._holders = Holders(
+        self._holders = OutboundPeers(
             parts=parts,
             context=self._context,
             poller=self._poller,

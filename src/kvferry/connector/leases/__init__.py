@@ -1,0 +1,1 @@
+"""For how long blocks are promised, and to which readers."""

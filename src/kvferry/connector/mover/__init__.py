@@ -1,0 +1,1 @@
+"""The one thread that executes effects and reports events."""

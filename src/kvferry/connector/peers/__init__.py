@@ -1,0 +1,1 @@
+"""Other instances: control sockets, sessions, links, and what is posted on them."""

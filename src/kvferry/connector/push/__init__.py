@@ -1,0 +1,1 @@
+"""Handoff by push: the sender WRITEs into blocks that the receiver registers."""
