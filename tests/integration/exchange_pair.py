@@ -16,7 +16,13 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
-from kvferry.connector.ports import ConnectorSnapshot, HandoffOffer, PromptIdentity, ReceiveResult
+from kvferry.connector.ports import (
+    ConnectorPort,
+    ConnectorSnapshot,
+    HandoffOffer,
+    PromptIdentity,
+    ReceiveResult,
+)
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.layout import KVLayout
@@ -56,13 +62,18 @@ class Side:
     on_results: Callable[[], None]
     """Called on the mover's thread; tests may replace it."""
 
+    @property
+    def port(self) -> ConnectorPort:
+        """What an engine would call."""
+        return self.exchange.port
+
     def offer(self, transfer_id: TransferId, count: int = 8) -> tuple[list[BlockNumber], bytes]:
         """Fill and offer ``count`` blocks; return them and their bytes."""
         blocks = self.pool.allocate(count)
         rng = np.random.default_rng(len(transfer_id))
         for block in blocks:
             self.memory[block] = rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
-        self.last_offer: HandoffOffer = self.exchange.offer(transfer_id, blocks, PROMPT)
+        self.last_offer: HandoffOffer = self.port.offer(transfer_id, blocks, PROMPT)
         self.pool.drop(blocks)
         return blocks, self.memory[blocks].tobytes()
 
@@ -70,16 +81,16 @@ class Side:
         self, transfer_id: TransferId, peer: Side, count: int = 8
     ) -> tuple[list[BlockNumber], ReceiveResult]:
         """Receive ``count`` blocks from ``peer`` and wait for the end."""
-        self.exchange.begin_receive(transfer_id, peer.exchange.address, PROMPT)
+        self.port.begin_receive(transfer_id, peer.exchange.address, PROMPT)
         blocks = self.pool.allocate(count)
-        self.exchange.receive(transfer_id, blocks, 0)
+        self.port.receive(transfer_id, blocks, 0)
         return blocks, self.wait_result()
 
     def wait_result(self) -> ReceiveResult:
         """Wait for the one result that is due."""
         assert self.has_results.wait(WAIT_S)
         self.has_results.clear()
-        (result,) = self.exchange.take_results()
+        (result,) = self.port.take_results()
         return result
 
     def counter(self, name: str, **labels: str) -> float:
@@ -99,12 +110,13 @@ def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side
     transport = create_transport(transport_name)
     view = transport.allocate(BLOCK_BYTES * NUM_BLOCKS)
     memory = np.frombuffer(view, dtype=np.uint8)
-    transport.register([MemoryRegion(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)])
+    regions = [MemoryRegion(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)]
+    transport.register(regions)
     pool, metrics, event = BlockPool(NUM_BLOCKS), Metrics(), threading.Event()
     config = ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(hash(name) % 1000 + 1))
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     exchange = create_exchange(
-        config, ExchangeMemory(pool, layout, transport, view), SystemClock(), metrics.exchange
+        config, ExchangeMemory(pool, layout, transport, regions), SystemClock(), metrics.exchange
     )
     blocks = memory.reshape(NUM_BLOCKS, BLOCK_BYTES)
     side = Side(exchange, pool, blocks, transport, metrics, event, event.set)
@@ -133,10 +145,10 @@ def wait_whole(*sides: Side) -> None:
         deadline.wait(0.01)
     for side in sides:
         assert_whole(side.pool)
-        assert is_idle(side), side.exchange.snapshot()
+        assert is_idle(side), side.port.snapshot()
 
 
 def is_idle(side: Side) -> bool:
     """Whether the exchange has nothing in hand."""
-    snapshot = side.exchange.snapshot()
+    snapshot = side.port.snapshot()
     return dataclasses.replace(snapshot, outcomes={}, num_peers_resting=0) == ConnectorSnapshot()

@@ -98,19 +98,20 @@ class Side:
         view = self.transport.allocate(num_blocks * shape.block_bytes)
         self.memory = np.frombuffer(view, dtype=np.uint8)
         cache = PagedCache(shape, view)
-        self.transport.register(
-            [MemoryRegion(cache.address, shape.block_bytes, shape.block_bytes, num_blocks)]
-        )
+        regions = [MemoryRegion(cache.address, shape.block_bytes, shape.block_bytes, num_blocks)]
+        self.transport.register(regions)
         self.pool = BlockPool(num_blocks)
         self.exchange = create_exchange(
             ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(1), **(exchange or {})),
-            ExchangeMemory(self.pool, model.layout(config.block_size_tokens), self.transport, view),
+            ExchangeMemory(
+                self.pool, model.layout(config.block_size_tokens), self.transport, regions
+            ),
             SystemClock(),
             Metrics().exchange,
         )
         self.gate = GatedForward(ModelForward(model, cache))
         self.engine = Engine(
-            config, model, cache, self.pool, connector=self.exchange, clock=SystemClock(),
+            config, model, cache, self.pool, connector=self.exchange.port, clock=SystemClock(),
             forward=self.gate,
         )  # fmt: skip
         self.exchange.start(self.engine.wake)
@@ -212,13 +213,15 @@ def wait_whole(*all_sides: Side) -> None:
     idle = ConnectorSnapshot()
 
     def is_idle(side: Side) -> bool:
-        snapshot = dataclasses.replace(side.exchange.snapshot(), outcomes={})
+        snapshot = dataclasses.replace(side.exchange.port.snapshot(), outcomes={})
         return snapshot == idle and side.pool.num_free == side.pool.num_blocks
 
     try:
         wait_until(lambda: all(is_idle(side) for side in all_sides))
     except AssertionError as error:
-        states = [(s.exchange.snapshot(), s.pool.num_free, s.pool.num_blocks) for s in all_sides]
+        states = [
+            (s.exchange.port.snapshot(), s.pool.num_free, s.pool.num_blocks) for s in all_sides
+        ]
         raise AssertionError(str(states)) from error
     for side in all_sides:
         assert_whole(side.pool)

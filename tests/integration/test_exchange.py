@@ -120,7 +120,7 @@ def test_a_link_whose_read_has_failed_is_made_anew(
             _, sent = prefill.offer(transfer_id)
             blocks, result = decode.receive(transfer_id, prefill)
             decode.pool.drop(blocks)
-            prefill.exchange.withdraw(transfer_id)
+            prefill.port.withdraw(transfer_id)
         assert decode.memory[blocks].tobytes() == sent
         wait_whole(prefill, decode)
 
@@ -140,7 +140,7 @@ def test_another_layout_is_refused_naming_the_field() -> None:
         assert outcome is ReceiveOutcome.INCOMPATIBLE
         for part in ("kv_dtype", "float32", "bfloat16"):
             assert part in detail
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         wait_whole(prefill, decode)
     finally:
         decode.close()
@@ -152,12 +152,12 @@ def test_a_restarted_peer_has_none_of_the_old_blocks() -> None:
         prefill.offer(TRANSFER)
         address = prefill.exchange.address
         old = PeerAddress(address.instance_id, Epoch(999_999), address.control_address)
-        decode.exchange.begin_receive(TRANSFER, old, PROMPT)
+        decode.port.begin_receive(TRANSFER, old, PROMPT)
         blocks = decode.pool.allocate(8)
-        decode.exchange.receive(TRANSFER, blocks, 0)
+        decode.port.receive(TRANSFER, blocks, 0)
         assert decode.wait_result().outcome is ReceiveOutcome.GONE
         decode.pool.drop(blocks)
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         wait_whole(prefill, decode)
 
 
@@ -165,12 +165,12 @@ def test_another_prompt_under_the_same_id_is_a_mismatch() -> None:
     with pair() as (prefill, decode):
         prefill.offer(TRANSFER)
         other = PromptIdentity(PROMPT.num_tokens, b"q" * 32)
-        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, other)
+        decode.port.begin_receive(TRANSFER, prefill.exchange.address, other)
         blocks = decode.pool.allocate(8)
-        decode.exchange.receive(TRANSFER, blocks, 0)
+        decode.port.receive(TRANSFER, blocks, 0)
         assert decode.wait_result().outcome is ReceiveOutcome.MISMATCH
         decode.pool.drop(blocks)
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         wait_whole(prefill, decode)
 
 
@@ -226,13 +226,13 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
         for address in (*refused, *(f"tcp://127.0.0.1:{port}" for port in ports)):
             peer = PeerAddress(InstanceId("x"), Epoch(1), address)
             with pytest.raises(RequestError, match="control_address"):
-                decode.exchange.begin_receive(TRANSFER, peer, PROMPT)
+                decode.port.begin_receive(TRANSFER, peer, PROMPT)
             with pytest.raises(RequestError, match="control_address"):
-                decode.exchange.contact(peer)
+                decode.port.contact(peer)
             with pytest.raises(RequestError, match="control_address"):
-                decode.exchange.read_history(peer, wish)
+                decode.port.read_history(peer, wish)
         with pytest.raises(RequestError, match="it holds its own history"):
-            decode.exchange.read_history(decode.exchange.address, wish)
+            decode.port.read_history(decode.exchange.address, wish)
 
 
 @pytest.mark.parametrize("kind", ["pull", "push", "history"])
@@ -248,13 +248,13 @@ def test_a_peer_to_whom_no_link_can_be_opened_costs_no_wait(
         monkeypatch.setattr(decode.transport, "open_link", fail)
         peer, blocks = prefill.exchange.address, decode.pool.allocate(8)
         if kind == "history":
-            decode.exchange.contact(peer)
+            decode.port.contact(peer)
             wish = HistoryWish((BlockHash(b"h" * 32),) * 8, tuple(blocks), (), 16, 1)
-            decode.exchange.read_history(peer, wish)
+            decode.port.read_history(peer, wish)
         else:
-            decode.exchange.begin_receive(TRANSFER, peer, PROMPT, mode=Mode(kind))
+            decode.port.begin_receive(TRANSFER, peer, PROMPT, mode=Mode(kind))
             with contextlib.suppress(LocalProtocolError):  # A push may have failed by now.
-                decode.exchange.receive(TRANSFER, blocks, 0)
+                decode.port.receive(TRANSFER, blocks, 0)
         result = decode.wait_result()
         assert result.outcome is ReceiveOutcome.UNREACHABLE
         assert "no room for another link" in result.detail
@@ -347,7 +347,7 @@ def test_a_request_that_meets_a_bug_costs_no_other_its_answer(
         raise AssertionError("a bug that a test has put there")
 
     monkeypatch.setattr(ControlServer, "receive", receive_both)
-    monkeypatch.setattr(Planner, "answer_renew", fail)
+    monkeypatch.setattr(Planner, "answer", fail)
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.setsockopt(zmq.LINGER, 0)
         client.setsockopt(zmq.RCVTIMEO, 20_000)

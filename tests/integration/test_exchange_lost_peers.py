@@ -66,11 +66,11 @@ def test_a_sender_that_was_silent_for_a_while_costs_no_block_for_ever(
         with silence(prefill):
             assert wait_result(decode).outcome is ReceiveOutcome.UNREACHABLE
         decode.pool.drop(blocks)
-        wait_until(lambda: decode.exchange.snapshot().num_blocks_quarantined == 0)
+        wait_until(lambda: decode.port.snapshot().num_blocks_quarantined == 0)
         if num_written == NUM_BLOCKS:
             source.compute_all()
         else:
-            prefill.exchange.withdraw(TRANSFER)
+            prefill.port.withdraw(TRANSFER)
             prefill.pool.drop(source.blocks)
         wait_whole(prefill, decode)
 
@@ -92,20 +92,20 @@ def test_a_sender_that_was_silent_for_a_while_holds_nothing_for_longer(
             source.compute_all()
         else:
             prefill.offer(TRANSFER)
-        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=mode)
+        decode.port.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=mode)
         wait_until(lambda: num_answered(prefill, "hello", "helloreply") == 1)
         with silence(prefill):
-            wait_until(lambda: decode.exchange.snapshot().num_peers_resting == 1)
+            wait_until(lambda: decode.port.snapshot().num_peers_resting == 1)
             if is_greeted:
                 monkeypatch.setattr(OutboundPeers, "send_late_releases", lambda _: None)
-            decode.exchange.end_receive(TRANSFER, needed=True)
+            decode.port.end_receive(TRANSFER, needed=True)
         if is_greeted:
             wait_until(partial(is_free_after_a_greeting, prefill, decode))
         wait_whole(prefill, decode)
 
 
 def is_free_after_a_greeting(prefill: Side, decode: Side) -> bool:
-    decode.exchange.contact(prefill.exchange.address)
+    decode.port.contact(prefill.exchange.address)
     return prefill.pool.num_free == prefill.pool.num_blocks
 
 
@@ -133,10 +133,10 @@ def test_a_wrong_hint_hurts_nobody_who_uses_the_right_one(name: str) -> None:
         wait_until(lambda: num_registered(prefill) == 1)
         source.compute()
         wrong = wrong_hints(prefill)[name]
-        decode.exchange.contact(wrong)
+        decode.port.contact(wrong)
         wish_blocks = decode.pool.allocate(4)
         wish = HistoryWish((BlockHash(b"h" * 32),) * 4, tuple(wish_blocks), (), 16, 1)
-        decode.exchange.read_history(wrong, wish)
+        decode.port.read_history(wrong, wish)
         outcome = wait_result(decode).outcome
         expected = {
             "earlier start": ReceiveOutcome.GONE,
@@ -155,13 +155,13 @@ def test_hints_of_peers_that_never_answer_open_so_many_sessions_and_no_more() ->
         for number in range(3):
             server = listening.enter_context(socket.create_server(("127.0.0.1", 0)))
             address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-            decode.exchange.contact(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
-        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
+            decode.port.contact(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
+        decode.port.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
         result = wait_result(decode)
         assert result.outcome is ReceiveOutcome.UNREACHABLE
         assert "2 other peers have not answered yet" in result.detail
-        decode.exchange.end_receive(TRANSFER, needed=False)
-        wait_until(lambda: decode.exchange.snapshot().num_peers_resting == 2)
+        decode.port.end_receive(TRANSFER, needed=False)
+        wait_until(lambda: decode.port.snapshot().num_peers_resting == 2)
         source = Prefill(prefill)
         source.begin()
         blocks = begin_receive(decode, prefill)
@@ -181,10 +181,10 @@ def test_a_session_that_gave_way_is_none_that_nobody_answers() -> None:
             server = listening.enter_context(socket.create_server(("127.0.0.1", 0)))
             address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
             silent.append(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
-        decode.exchange.contact(silent[0])
+        decode.port.contact(silent[0])
         blocks = decode.pool.allocate(1)
         wish = HistoryWish((BlockHash(b"h" * 32),), tuple(blocks), (), 16, 1)
-        decode.exchange.read_history(silent[1], wish)
+        decode.port.read_history(silent[1], wish)
         assert "did not answer within" in wait_result(decode).detail
         decode.pool.drop(blocks)
         wait_whole(prefill, decode)
@@ -199,9 +199,9 @@ def test_an_instance_that_has_moved_is_found_where_it_is_now() -> None:
             transfer_id = TransferId(f"xfer-{number}")
             source = Prefill(prefill, transfer_id)
             source.begin()
-            decode.exchange.begin_receive(transfer_id, peer, PROMPT, mode=Mode.PUSH)
+            decode.port.begin_receive(transfer_id, peer, PROMPT, mode=Mode.PUSH)
             blocks = decode.pool.allocate(NUM_BLOCKS)
-            decode.exchange.receive(transfer_id, blocks, 0)
+            decode.port.receive(transfer_id, blocks, 0)
             source.compute_all()
             assert_received(decode, blocks, source)
             wait_whole(prefill, decode)

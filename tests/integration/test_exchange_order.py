@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from kvferry.connector.machine.effects import PostWrite
-from kvferry.connector.machine.events import Event
-from kvferry.connector.peers.inbound import InboundPeers, reader_name
+from kvferry.connector.mover.mover import Mover
+from kvferry.connector.peers.inbound import reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.writes import Writes
 from kvferry.protocol.codec import encode
@@ -48,11 +48,11 @@ def leave_as_it_ends(decode: Side, source: Prefill, number: int) -> None:
     wait_until(lambda: num_registered(prefill) == number + 1)
     with mover_stands_still(decode, prefill) as then:
         source.compute_all()
-        wait_until(lambda: prefill.exchange.snapshot().num_handoffs_held == 0)
-        then.append(lambda: decode.exchange.end_receive(transfer_id, needed=False))
+        wait_until(lambda: prefill.port.snapshot().num_handoffs_held == 0)
+        then.append(lambda: decode.port.end_receive(transfer_id, needed=False))
     wait_until(lambda: not then)
     decode.pool.drop(blocks)
-    decode.exchange.take_first_tokens()
+    decode.port.take_first_tokens()
 
 
 @contextmanager
@@ -69,10 +69,10 @@ def mover_stands_still(decode: Side, prefill: Side) -> Iterator[list[Callable[[]
 
     decode.on_results = stand
     unknown = TransferId("unknown")
-    decode.exchange.begin_receive(unknown, prefill.exchange.address, PROMPT)
-    decode.exchange.receive(unknown, blocks := decode.pool.allocate(NUM_BLOCKS), 0)
+    decode.port.begin_receive(unknown, prefill.exchange.address, PROMPT)
+    decode.port.receive(unknown, blocks := decode.pool.allocate(NUM_BLOCKS), 0)
     assert stands.wait(WAIT_S)
-    decode.exchange.take_results()
+    decode.port.take_results()
     decode.pool.drop(blocks)
     yield then
     may_go.set()
@@ -84,20 +84,20 @@ def test_nothing_decided_for_an_old_link_is_written_on_a_new_one(
     """The engine goes on while the receiver connects anew, and the old blocks may be reused."""
     old_links: list[Link | None] = []
     posted_on: list[Link | None] = []
-    answer, post = InboundPeers.answer, Writes.post
+    answer, post = Mover._answer, Writes.post
 
-    def advance_first(readers: InboundPeers, identity: bytes, message: Message) -> Reply:
+    def advance_first(mover: Mover, identity: bytes, message: Message) -> Reply:
         if isinstance(message, Hello) and posted_on == []:
-            old_links.append(readers.link(reader_name(message)))
+            old_links.append(mover._inbound.link(reader_name(message)))
             if old_links[-1] is not None:
                 source.compute(4)
-        return answer(readers, identity, message)
+        return answer(mover, identity, message)
 
-    def note(writes: Writes, effect: PostWrite, link: Link | None) -> list[Event]:
+    def note(writes: Writes, effect: PostWrite, link: Link | None) -> None:
         posted_on.append(link)
-        return post(writes, effect, link)
+        post(writes, effect, link)
 
-    monkeypatch.setattr(InboundPeers, "answer", advance_first)
+    monkeypatch.setattr(Mover, "_answer", advance_first)
     monkeypatch.setattr(Writes, "post", note)
     with pair() as (prefill, decode):
         source = Prefill(prefill)
@@ -107,7 +107,7 @@ def test_nothing_decided_for_an_old_link_is_written_on_a_new_one(
         greet_anew(decode, prefill)
         wait_until(lambda: posted_on != [])
         assert posted_on[0] is old_links[-1]
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         prefill.pool.drop(source.blocks)
         wait_result(decode)
         decode.pool.drop(blocks)
@@ -131,7 +131,7 @@ def test_what_is_decided_as_it_closes_leaves_no_socket(monkeypatch: pytest.Monke
 
     def decide_first(holders: OutboundPeers) -> None:
         stranger = PeerAddress(InstanceId("other"), Epoch(7), "tcp://127.0.0.1:9")
-        decode.exchange.contact(stranger)
+        decode.port.contact(stranger)
         close(holders)
 
     with pair() as (prefill, decode):

@@ -38,7 +38,7 @@ class Prefill:
 
     def begin(self) -> None:
         self.blocks = self.side.pool.allocate(NUM_BLOCKS)
-        self.side.exchange.begin_send(self.transfer_id, PROMPT)
+        self.side.port.begin_send(self.transfer_id, PROMPT)
 
     def compute(self, num_blocks: int = 2) -> None:
         for index in range(self.num_computed, self.num_computed + num_blocks):
@@ -46,9 +46,9 @@ class Prefill:
         self.num_computed += num_blocks
         tokens = self.num_computed * 16
         if self.num_computed < NUM_BLOCKS:
-            self.side.exchange.advance_send(self.transfer_id, self.blocks, tokens)
+            self.side.port.advance_send(self.transfer_id, self.blocks, tokens)
         else:
-            self.side.exchange.complete_send(self.transfer_id, self.blocks, END)
+            self.side.port.complete_send(self.transfer_id, self.blocks, END)
             self.side.pool.drop(self.blocks)
 
     def compute_all(self) -> None:
@@ -81,7 +81,7 @@ def wait_result(side: Side) -> ReceiveResult:
     results: list[ReceiveResult] = []
 
     def has_come() -> bool:
-        results.extend(side.exchange.take_results())
+        results.extend(side.port.take_results())
         return bool(results)
 
     wait_until(has_come)
@@ -92,9 +92,9 @@ def wait_result(side: Side) -> ReceiveResult:
 def begin_receive(
     decode: Side, prefill: Side, transfer_id: TransferId = TRANSFER, first_block: int = 0
 ) -> list[BlockNumber]:
-    decode.exchange.begin_receive(transfer_id, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
+    decode.port.begin_receive(transfer_id, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
     blocks = decode.pool.allocate(NUM_BLOCKS - first_block)
-    decode.exchange.receive(transfer_id, blocks, first_block)
+    decode.port.receive(transfer_id, blocks, first_block)
     return blocks
 
 
@@ -106,7 +106,7 @@ def assert_received(
     assert result.num_bytes == len(blocks) * BLOCK_BYTES
     for index, block in enumerate(blocks, first_block):
         assert (decode.memory[block] == source.expected(index)).all(), index
-    (arrival,) = decode.exchange.take_first_tokens()
+    (arrival,) = decode.port.take_first_tokens()
     assert arrival.end == END
     decode.pool.drop(blocks)
 
@@ -131,7 +131,7 @@ def test_a_registration_may_come_at_any_time(transport_name: str, num_before: in
 def test_a_registration_may_come_before_prefill_is_known(transport_name: str) -> None:
     with pair(transport_name) as (prefill, decode):
         blocks = begin_receive(decode, prefill)
-        wait_until(lambda: prefill.exchange.snapshot().num_handoffs_held == 1)
+        wait_until(lambda: prefill.port.snapshot().num_handoffs_held == 1)
         source = Prefill(prefill)
         source.begin()
         source.compute_all()
@@ -181,7 +181,7 @@ def test_several_pushes_at_once_in_both_directions(transport_name: str) -> None:
 
         def have_all_come() -> bool:
             for side in (left, right):
-                results.update({r.transfer_id: r for r in side.exchange.take_results()})
+                results.update({r.transfer_id: r for r in side.port.take_results()})
             return len(results) == len(under_way)
 
         wait_until(have_all_come)
@@ -202,7 +202,7 @@ def test_an_aborted_prefill_is_told_at_once(num_before: int) -> None:
         wait_until(lambda: num_registered(prefill) == 1)
         for _ in range(num_before // 2):
             source.compute()
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         prefill.pool.drop(source.blocks)
         assert wait_result(decode).outcome is ReceiveOutcome.GONE
         decode.pool.drop(blocks)
@@ -213,17 +213,17 @@ def test_a_receiver_that_wants_nothing_stops_the_prefill() -> None:
     with pair() as (prefill, decode):
         source = Prefill(prefill)
         source.begin()
-        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
-        decode.exchange.end_receive(TRANSFER, needed=False)
+        decode.port.begin_receive(TRANSFER, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
+        decode.port.end_receive(TRANSFER, needed=False)
         stopped: list[TransferId] = []
 
         def has_stopped() -> bool:
-            stopped.extend(prefill.exchange.take_stopped_sends())
+            stopped.extend(prefill.port.take_stopped_sends())
             return bool(stopped)
 
         wait_until(has_stopped)
         assert stopped == [TRANSFER]
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         prefill.pool.drop(source.blocks)
         wait_whole(prefill, decode)
 
@@ -234,11 +234,11 @@ def test_other_blocks_may_be_registered_later() -> None:
         source.begin()
         first = begin_receive(decode, prefill)
         source.compute(4)
-        assert decode.exchange.give_back(TRANSFER)
+        assert decode.port.give_back(TRANSFER)
         decode.pool.drop(first)
         second = decode.pool.allocate(NUM_BLOCKS)
         assert not set(first) & set(second)
-        decode.exchange.receive(TRANSFER, second, 0)
+        decode.port.receive(TRANSFER, second, 0)
         wait_until(lambda: num_registered(prefill) == 2)
         source.compute_all()
         assert_received(decode, second, source)
@@ -255,7 +255,7 @@ def test_a_late_release_leaves_the_notices_to_who_has_registered_since() -> None
         wait_until(lambda: num_registered(prefill) == 1)
         blocks = begin_receive(decode, prefill)
         wait_until(lambda: num_registered(prefill) == 2)
-        other.exchange.end_receive(TRANSFER, needed=False)
+        other.port.end_receive(TRANSFER, needed=False)
         other.pool.drop(left)
         wait_until(lambda: num_answered(prefill, "release", "released") == 1)
         source.compute_all()
@@ -269,12 +269,12 @@ def test_another_prompt_is_a_mismatch() -> None:
         source = Prefill(prefill)
         source.begin()
         other = PromptIdentity(PROMPT.num_tokens, b"q" * 32)
-        decode.exchange.begin_receive(TRANSFER, prefill.exchange.address, other, mode=Mode.PUSH)
+        decode.port.begin_receive(TRANSFER, prefill.exchange.address, other, mode=Mode.PUSH)
         blocks = decode.pool.allocate(NUM_BLOCKS)
-        decode.exchange.receive(TRANSFER, blocks, 0)
+        decode.port.receive(TRANSFER, blocks, 0)
         assert wait_result(decode).outcome is ReceiveOutcome.MISMATCH
         decode.pool.drop(blocks)
-        prefill.exchange.withdraw(TRANSFER)
+        prefill.port.withdraw(TRANSFER)
         prefill.pool.drop(source.blocks)
         wait_whole(prefill, decode)
 
@@ -306,10 +306,8 @@ def test_registrations_whose_prefill_never_comes_are_bounded_and_forgotten() -> 
     with pair(prefill_timeout_s=1.0, max_early_registrations=4) as (prefill, decode):
         for number in range(8):
             transfer_id = TransferId(f"xfer-{number}")
-            decode.exchange.begin_receive(
-                transfer_id, prefill.exchange.address, PROMPT, mode=Mode.PUSH
-            )
+            decode.port.begin_receive(transfer_id, prefill.exchange.address, PROMPT, mode=Mode.PUSH)
             blocks = decode.pool.allocate(NUM_BLOCKS)
-            decode.exchange.receive(transfer_id, blocks, 0)
+            decode.port.receive(transfer_id, blocks, 0)
             decode.pool.drop(blocks)
         wait_whole(prefill, decode)

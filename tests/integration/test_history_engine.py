@@ -259,7 +259,7 @@ def test_a_holder_of_another_start_is_gone(trio: list[Side], plain: Side) -> Non
     report = report_of(answer).prefill
     assert report is not None
     assert report.read_back_outcome == ReceiveOutcome.GONE
-    prefill.exchange.withdraw(transfer.transfer_id)
+    prefill.exchange.port.withdraw(transfer.transfer_id)
 
 
 def test_a_hint_at_oneself_is_ignored(trio: list[Side], plain: Side) -> None:
@@ -358,5 +358,5 @@ def test_over_a_far_link_much_is_moved_and_little_is_computed(folder: Path) -> N
             report = report_of(prefill.submit(prompt, transfer).wait()).prefill
             assert report is not None
             outcomes.append((report.num_read_back_tokens, report.read_back_outcome))
-            prefill.exchange.withdraw(transfer.transfer_id)
+            prefill.exchange.port.withdraw(transfer.transfer_id)
     assert outcomes == [(2001, "received"), (113, "received"), (0, ""), (2001, "received")]

@@ -17,9 +17,9 @@ def test_what_nobody_took_is_free_at_once(key: bytes | None) -> None:
     holder = make_side("prefill", cluster_key=key)
     try:
         holder.offer(_ID, 8)
-        assert holder.exchange.snapshot().num_handoffs_held == 1
+        assert holder.exchange.port.snapshot().num_handoffs_held == 1
         assert release_offer(HeldOffer(holder.exchange.address, 1, _ID), key, WAIT_S)
         wait_whole(holder)
-        assert holder.exchange.snapshot().outcomes["offer_cancelled"] == 1
+        assert holder.exchange.port.snapshot().outcomes["offer_cancelled"] == 1
     finally:
         holder.close()

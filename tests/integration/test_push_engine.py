@@ -68,7 +68,7 @@ def test_registered_at_any_time(pair: Pair, plain: Side, when: str, length: int)
     prompt, name = random_prompt(length, length), f"{when}-{length}"
     if when == "before":
         answer = decode.take_from(prefill, prompt, name, max_tokens=NUM_TOKENS)
-        wait_until(lambda: prefill.exchange.snapshot().num_handoffs_held == 1)
+        wait_until(lambda: prefill.exchange.port.snapshot().num_handoffs_held == 1)
         sent = prefill.send(prompt, name)
     elif when == "middle":
         prefill.gate.allow(2)
@@ -287,7 +287,7 @@ def test_a_transfer_id_is_used_once(pair: Pair) -> None:
     first = prefill.send(random_prompt(20, 60), "twice").wait()
     again = prefill.send(random_prompt(20, 61), "twice").wait()
     assert (first.reason, again.reason) == (FinishReason.LENGTH, FinishReason.ERROR)
-    prefill.exchange.withdraw(TransferId("twice"))
+    prefill.exchange.port.withdraw(TransferId("twice"))
 
 
 def test_the_handoff_names_the_mode(pair: Pair) -> None:
@@ -297,4 +297,4 @@ def test_the_handoff_names_the_mode(pair: Pair) -> None:
     assert isinstance(handoff, KvTransferParams)
     assert (handoff.role, handoff.mode) == (Role.DECODE, Mode.PUSH)
     assert handoff.peer == prefill.exchange.address
-    prefill.exchange.withdraw(TransferId("named"))
+    prefill.exchange.port.withdraw(TransferId("named"))

@@ -21,13 +21,13 @@ from kvferry.connector.machine.effects import (
     StopServing,
 )
 from kvferry.connector.machine.events import ReadEnded, ReadStatus
-from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Release
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
+from tests.model.driven import driven
 
 HOLDER, READER = InstanceId("holder"), InstanceId("reader")
 PEER = PeerAddress(HOLDER, Epoch(1), "tcp://127.0.0.1:1")
@@ -50,7 +50,7 @@ class ReadWalk(RuleBasedStateMachine):
         self.clock = FakeClock(1000.0)
         self.pools = {name: BlockPool(num_blocks) for name in (HOLDER, READER)}
         self.planners = {
-            name: Planner(
+            name: driven(
                 ExchangeConfig(instance_id=name, epoch=Epoch(1), **options),  # type: ignore[arg-type]
                 LAYOUT,
                 pool,
@@ -87,7 +87,7 @@ class ReadWalk(RuleBasedStateMachine):
 
     def release(self, effect: SendRelease) -> None:
         release = Release(READER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-        self.run(self.planners[HOLDER].answer_release("reader/1", release)[1])
+        self.run(self.planners[HOLDER].answer("reader/1", release)[1])
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), fate=st.sampled_from(["deliver", "repeat", "lose"]))

@@ -50,7 +50,7 @@ class HistoryWalk(ReadWalk):
             READER, Epoch(1), Epoch(1), effect.transfer_id, effect.block_hashes,
             effect.min_blocks, effect.duration_s, want_partials=True,
         )  # fmt: skip
-        reply, effects = self.planners[HOLDER].answer_acquire("reader/1", message)
+        reply, effects = self.planners[HOLDER].answer("reader/1", message)
         self.run(effects)
         event = AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
         self.run(self.planners[READER].handle(event))

@@ -44,12 +44,12 @@ class PullWalk(ReadWalk):
                 READER, Epoch(1), Epoch(1), effect.transfer_id, effect.num_tokens, effect.digest,
                 effect.duration_s, effect.first_block,
             )  # fmt: skip
-            reply, effects = holder.answer_acquire("reader/1", message)
+            reply, effects = holder.answer("reader/1", message)
             self.run(effects)
             event = AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
             self.run(self.planners[READER].handle(event))
         elif isinstance(effect, SendRenew):
-            holder.answer_renew(Renew(effect.transfer_id, Epoch(1), effect.duration_s))
+            holder.answer("", Renew(effect.transfer_id, Epoch(1), effect.duration_s))
         elif isinstance(effect, SendRelease):
             self.release(effect)
 

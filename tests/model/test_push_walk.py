@@ -35,7 +35,6 @@ from kvferry.connector.machine.events import (
     RenewAnswered,
     WriteEnded,
 )
-from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot, PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
@@ -43,6 +42,7 @@ from kvferry.protocol.messages import Register, Release, Renew
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
+from tests.model.driven import Driven, driven
 
 NUM_PROMPT_BLOCKS = 4
 PROMPT = PromptIdentity(16 * NUM_PROMPT_BLOCKS - 3, b"p" * 32)
@@ -73,7 +73,7 @@ class PushWalk(RuleBasedStateMachine):
         self.clock = FakeClock(1000.0)
         self.pools = {name: BlockPool(NUM_BLOCKS) for name in (SENDER, RECEIVER)}
         self.planners = {
-            name: Planner(
+            name: driven(
                 ExchangeConfig(
                     instance_id=name,
                     epoch=Epoch(1),
@@ -98,11 +98,11 @@ class PushWalk(RuleBasedStateMachine):
         self.unlinked: set[TransferId] = set()
 
     @property
-    def sender(self) -> Planner:
+    def sender(self) -> Driven:
         return self.planners[SENDER]
 
     @property
-    def receiver(self) -> Planner:
+    def receiver(self) -> Driven:
         return self.planners[RECEIVER]
 
     def run(self, effects: list[Effect]) -> None:
@@ -150,17 +150,17 @@ class PushWalk(RuleBasedStateMachine):
                     effect.num_tokens, effect.digest, effect.first_block, effect.blocks,
                     effect.timeout_s,
                 )  # fmt: skip
-                reply, effects = self.sender.answer_register("receiver/1", message)
+                reply, effects = self.sender.answer("receiver/1", message)
                 self.run(effects)
                 self.run(self.receiver.handle(RegisterAnswered(effect.transfer_id, reply)))
             case SendRenew():
                 renew = Renew(effect.transfer_id, Epoch(1), effect.duration_s)
-                renewed, effects = self.sender.answer_renew(renew)
+                renewed, effects = self.sender.answer("", renew)
                 self.run(effects)
                 self.run(self.receiver.handle(RenewAnswered(effect.transfer_id, renewed)))
             case SendRelease():
                 release = Release(RECEIVER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-                released, effects = self.sender.answer_release("receiver/1", release)
+                released, effects = self.sender.answer("receiver/1", release)
                 self.run(effects)
                 answered = ReleaseAnswered(effect.transfer_id, released.is_quiet)
                 self.run(self.receiver.handle(answered))
@@ -222,7 +222,7 @@ class PushWalk(RuleBasedStateMachine):
         transfer_id = data.draw(st.sampled_from([*idle, new]))
         transfer = self.transfers.setdefault(transfer_id, Transfer())
         transfer.is_receiving = True
-        self.run(self.receiver.begin_receive(transfer_id, PEER, PROMPT, Mode.PUSH))
+        self.run(self.receiver.begin_receive(transfer_id, PEER, PROMPT, mode=Mode.PUSH))
 
     def wanting(self) -> list[TransferId]:
         return [t for t, x in self.transfers.items() if x.is_receiving and not x.targets]
@@ -329,7 +329,7 @@ class PushWalk(RuleBasedStateMachine):
         for block in transfer.targets:
             self.filled.pop(block, None)
         self.run(self.sender.begin_send(transfer_id, PROMPT))
-        self.run(self.receiver.begin_receive(transfer_id, PEER, PROMPT, Mode.PUSH))
+        self.run(self.receiver.begin_receive(transfer_id, PEER, PROMPT, mode=Mode.PUSH))
         self.run(self.receiver.receive(transfer_id, transfer.targets, 0))
         while self.requests:
             self.deliver(self.requests.pop(0))

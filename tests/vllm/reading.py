@@ -46,9 +46,9 @@ class BlockReader:
         hashes = block_hashes(root, question.tokens, size)
         blocks = self._pool.allocate(len(hashes))
         wish = HistoryWish(tuple(hashes), tuple(blocks), question.tokens, size, len(hashes))
-        name = self._exchange.read_history(peer, wish)
+        name = self._exchange.port.read_history(peer, wish)
         result = self._wait()
-        self._exchange.end_receive(name, needed=True)
+        self._exchange.port.end_receive(name, needed=True)
         assert (result.outcome, result.num_blocks) == (ReceiveOutcome.RECEIVED, len(hashes)), result
         content = self._memory[:, np.array(blocks)].tobytes()
         self._memory[:] = 0
@@ -58,7 +58,7 @@ class BlockReader:
     def _wait(self) -> ReceiveResult:
         deadline_s = time.monotonic() + _READ_S
         while True:
-            results: Sequence[ReceiveResult] = self._exchange.take_results()
+            results: Sequence[ReceiveResult] = self._exchange.port.take_results()
             if results:
                 return results[0]
             assert self._done.wait(max(0.0, deadline_s - time.monotonic())), "nothing was read"

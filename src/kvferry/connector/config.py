@@ -6,8 +6,9 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, RequestError
 from kvferry.protocol.ids import Epoch, InstanceId
+from kvferry.protocol.params import PeerAddress, is_port
 
 MIN_CLUSTER_KEY_BYTES = 32
 
@@ -104,6 +105,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def require_allowed(config: ExchangeConfig, peer: PeerAddress) -> None:
+    """Raise ``RequestError`` for a control address that is none, or on another host without a
+    cluster key."""
+    address = peer.control_address
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not is_port(port):
+        raise RequestError(
+            f"peer.control_address {address!r} is not of the form tcp://host:port",
+            param="kv_transfer_params.peer",
+            code="invalid_value",
+        )
+    if config.cluster_key is None and not is_loopback(host):
+        raise RequestError(
+            f"peer.control_address {address} is on another host, which needs a cluster key on both",
+            param="kv_transfer_params.peer",
+            code="peer_not_allowed",
+        )
 
 
 def endpoint(host: str, port: int) -> str:

@@ -1,38 +1,43 @@
-"""The deciding half of the connector: engine's calls and peers' messages in, effects out.
+"""The deciding half of the connector: engine's calls, peers' messages and mover's events in.
 
-Owns the lock around both roles' tables. No I/O, no tensor, no transport. Every method returns at
-once, so a peer is answered while the engine is in a long step or idle.
+One lock is around all roles, and one queue takes what they decide, in that order: were a later
+decision executed before an earlier one, a link's stop could come before its start, and the start
+last for good. No I/O, no tensor, no transport. Every method returns at once, so a peer is answered
+while the engine is in a long step or idle.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from kvferry.blocks.quarantine import Quarantine
 from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.config import ExchangeConfig, require_allowed
 from kvferry.connector.history.holder import HistoryHolder
-from kvferry.connector.leases.active_readers import ActiveReaders
-from kvferry.connector.leases.handoff import HandoffLeases
-from kvferry.connector.machine.effects import Effect
-from kvferry.connector.machine.events import AcquireAnswered, Event, PeerLost, ReadEnded, WriteEnded
+from kvferry.connector.leases.readers import ActiveReaders
+from kvferry.connector.machine.effects import ContactPeer, Effect, Notify, NotifyEngine
+from kvferry.connector.machine.events import Event, WriteEnded
 from kvferry.connector.ports import (
     BlockPort,
     ConnectorSnapshot,
     FirstTokenArrival,
+    HandoffOffer,
+    LinkCounts,
     PrefillEnd,
     PromptIdentity,
     ReceiveResult,
 )
-from kvferry.connector.pull.receiver import PullReceiver
-from kvferry.connector.pull.sender import PullSender
+from kvferry.connector.pull.receiver import PullEvent, PullReceive, PullReceiver
+from kvferry.connector.pull.sender import Offer, PullSender
 from kvferry.connector.push.early import NOT_PUSHED
-from kvferry.connector.push.receiver import PushReceiver
-from kvferry.connector.push.sender import PushSender
+from kvferry.connector.push.receiver import IncomingPush, PushEvent, PushReceiver
+from kvferry.connector.push.sender import OutgoingPush, PushSender
+from kvferry.connector.transfers.context import BlockDigests, RoleContext
+from kvferry.connector.transfers.incoming import IncomingTransfers
+from kvferry.connector.transfers.outgoing import OutgoingTransfers, transfer_id_in_use
 from kvferry.connector.wish import HistoryWish
-from kvferry.errors import RequestError
+from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
@@ -53,251 +58,331 @@ from kvferry.protocol.params import Mode, PeerAddress
 
 
 class Planner:
-    """Receives and offers of one instance, behind one lock held for microseconds."""
+    """All transfers of one instance. Implements ``ConnectorPort``; the rest is the mover's."""
 
-    def __init__(
-        self, config: ExchangeConfig, layout: KVLayout, blocks: BlockPort, clock: Clock
+    def __init__(  # noqa: PLR0913 - what an exchange is made of, by name
+        self,
+        config: ExchangeConfig,
+        layout: KVLayout,
+        blocks: BlockPort,
+        clock: Clock,
+        *,
+        transport: str = "",
+        digests_of: BlockDigests | None = None,
     ) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._quarantine = Quarantine(blocks, config.max_quarantine_share)
-        self._receiver = PullReceiver(config, blocks, self._quarantine, clock)
-        self._push_receiver = PushReceiver(
-            config, blocks, self._quarantine, clock, layout.block_bytes
-        )
-        self._holds = HandoffLeases(config, blocks, clock)
-        self._holds.make_room = lambda num_blocks: self._give_up(num_blocks)[1]
-        serving = ActiveReaders()
-        self._sender = PullSender(config, blocks, self._holds, serving, clock)
-        self._history = HistoryHolder(config, blocks, serving, clock)
-        self._push_sender = PushSender(config, layout, blocks, self._holds, clock)
+        self._context = RoleContext(config, layout, blocks, clock, transport, digests_of)
+        self._incoming = IncomingTransfers(self._context)
+        self._outgoing = OutgoingTransfers(self._context)
+        active = ActiveReaders(self._context)
+        self._pull_receiver = PullReceiver(self._context, self._incoming)
+        self._push_receiver = PushReceiver(self._context, self._incoming)
+        self._pull_sender = PullSender(self._context, self._outgoing, active)
+        self._push_sender = PushSender(self._context, self._outgoing)
+        self._history = HistoryHolder(self._context, active)
+        self.address = PeerAddress(config.instance_id, config.epoch, "")
+        """Of this instance; its control address is known once the port is open."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called after each call of an engine: there may be something to do."""
+        self.count_links: Callable[[], LinkCounts] = LinkCounts
 
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Another thread than the mover's decides."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            # Also where nothing was decided: a deadline may have come nearer.
+            self.wake()
+
+    # -- receiver (decode) --------------------------------------------------------------------
     def begin_receive(
         self,
         transfer_id: TransferId,
         peer: PeerAddress,
         prompt: PromptIdentity,
+        *,
         mode: Mode = Mode.PULL,
-    ) -> list[Effect]:
-        """See ``ConnectorPort.begin_receive``."""
-        with self._lock:
-            if transfer_id in self._receiver or transfer_id in self._push_receiver:
-                raise _in_use(f"transfer id {transfer_id} is already being received")
-            if mode is Mode.PUSH:
-                return self._push_receiver.begin(transfer_id, peer, prompt)
-            return self._receiver.begin(transfer_id, peer, prompt)
+    ) -> None:
+        """See ``ConnectorPort``. Raises ``RequestError`` for an address that is not allowed, and
+        where this instance would wait for itself to push."""
+        require_allowed(self._config, peer)
+        if mode is Mode.PUSH:
+            self._require_another(peer, "peer", "is the router's --control right?")
+        with self._deciding():
+            role = self._push_receiver if mode is Mode.PUSH else self._pull_receiver
+            role.begin(transfer_id, peer, prompt)
 
     def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
-        """See ``ConnectorPort.may_receive``."""
+        """See ``ConnectorPort``."""
         with self._lock:
-            return self._push_receiver.may_receive(transfer_id, num_blocks)
+            transfer = self._incoming.get(transfer_id)
+            if not isinstance(transfer, IncomingPush):
+                return True
+            return self._push_receiver.may_receive(transfer, num_blocks)
 
     def receive(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
-    ) -> list[Effect]:
-        """See ``ConnectorPort.receive``."""
-        with self._lock:
-            if transfer_id in self._push_receiver:
-                return self._push_receiver.receive(transfer_id, blocks, first_block)
-            return self._receiver.receive(transfer_id, blocks, first_block)
+    ) -> None:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            match self._incoming.get(transfer_id):
+                case PullReceive() as receive:
+                    self._pull_receiver.receive(receive, blocks, first_block)
+                case IncomingPush() as push:
+                    self._push_receiver.receive(push, blocks, first_block)
+                case _:
+                    raise LocalProtocolError(f"receive of {transfer_id} was not begun")
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> tuple[TransferId, list[Effect]]:
-        """See ``ConnectorPort.read_history``."""
-        with self._lock:
-            return self._receiver.read_history(peer, wish)
+    def give_back(self, transfer_id: TransferId) -> bool:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            push = self._incoming.get(transfer_id)
+            return isinstance(push, IncomingPush) and self._push_receiver.give_back(push)
 
-    def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
-        """See ``ConnectorPort.give_back``."""
-        with self._lock:
-            return self._push_receiver.give_back(transfer_id)
-
-    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
-        """See ``ConnectorPort.end_receive``."""
-        with self._lock:
-            effects = self._push_receiver.end(transfer_id, needed=needed)
-            return effects + self._receiver.end(transfer_id, needed=needed)
+    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            self._incoming.discard_results(transfer_id)
+            match self._incoming.get(transfer_id):
+                case PullReceive() as receive:
+                    self._pull_receiver.end(receive, needed=needed)
+                case IncomingPush() as push:
+                    self._push_receiver.end(push, needed=needed)
 
     def take_results(self) -> list[ReceiveResult]:
-        """See ``ConnectorPort.take_results``."""
+        """See ``ConnectorPort``."""
         with self._lock:
-            return self._receiver.take_results() + self._push_receiver.take_results()
+            return self._incoming.take_results()
 
     def take_first_tokens(self) -> list[FirstTokenArrival]:
-        """See ``ConnectorPort.take_first_tokens``."""
+        """See ``ConnectorPort``."""
         with self._lock:
-            return self._push_receiver.take_first_tokens()
+            return self._incoming.take_first_tokens()
 
-    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
-        """See ``ConnectorPort.begin_send``."""
-        with self._lock:
-            self._require_unused(transfer_id)
-            return self._push_sender.begin(transfer_id, prompt)
+    # -- reader of a history (prefill) --------------------------------------------------------
+    def contact(self, peer: PeerAddress) -> None:
+        """See ``ConnectorPort``."""
+        self._require_holder(peer)
+        with self._deciding():
+            self._context.emit(ContactPeer(peer))
+
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+        """See ``ConnectorPort``."""
+        self._require_holder(peer)
+        with self._deciding():
+            return self._pull_receiver.read_history(peer, wish)
+
+    # -- sender (prefill) ---------------------------------------------------------------------
+    def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            self._require_not_refused(transfer_id)
+            self._push_sender.begin(transfer_id, prompt)
 
     def advance_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
-    ) -> list[Effect]:
-        """See ``ConnectorPort.advance_send``."""
-        with self._lock:
-            return self._push_sender.advance(transfer_id, blocks, num_tokens)
+    ) -> None:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            push = self._outgoing.find(transfer_id, OutgoingPush)
+            if push is not None:
+                self._push_sender.advance(push, blocks, num_tokens)
 
     def pause_send(self, transfer_id: TransferId) -> None:
-        """See ``ConnectorPort.pause_send``."""
-        with self._lock:
-            self._push_sender.pause(transfer_id)
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            push = self._outgoing.find(transfer_id, OutgoingPush)
+            if push is not None:
+                self._push_sender.pause(push)
 
     def complete_send(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
-    ) -> list[Effect]:
-        """See ``ConnectorPort.complete_send``."""
-        with self._lock:
-            return self._push_sender.complete(transfer_id, blocks, end)
+    ) -> HandoffOffer:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            push = self._outgoing.find(transfer_id, OutgoingPush)
+            if push is not None:
+                self._push_sender.complete(push, blocks, end)
+            return self._offer()
 
     def is_send_wanted(self, transfer_id: TransferId) -> bool:
-        """See ``ConnectorPort.is_send_wanted``."""
+        """See ``ConnectorPort``."""
         with self._lock:
-            return self._push_sender.is_wanted(transfer_id)
+            return self._push_sender.early.is_wanted(transfer_id)
 
     def take_stopped_sends(self) -> list[TransferId]:
-        """See ``ConnectorPort.take_stopped_sends``."""
+        """See ``ConnectorPort``."""
         with self._lock:
             return self._push_sender.take_stopped()
 
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
-    ) -> list[Effect]:
-        """See ``ConnectorPort.offer``."""
-        with self._lock:
-            self._require_unused(transfer_id)
-            effects = self._push_sender.decline_early(transfer_id)
-            return effects + self._sender.offer(transfer_id, blocks, prompt)
+    ) -> HandoffOffer:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            self._require_not_refused(transfer_id)
+            self._pull_sender.offer(transfer_id, blocks, prompt)
+            self._push_sender.early.decline(transfer_id, NOT_PUSHED)
+            return self._offer()
 
-    def withdraw(self, transfer_id: TransferId) -> list[Effect]:
-        """See ``ConnectorPort.withdraw``."""
-        with self._lock:
-            if transfer_id in self._sender:
-                return self._sender.withdraw(transfer_id)
-            return self._push_sender.withdraw(transfer_id)
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            offer = self._outgoing.find(transfer_id, Offer)
+            if offer is not None:
+                self._pull_sender.withdraw(offer)
+            else:
+                self._push_sender.withdraw(transfer_id)
 
-    def give_up_oldest(self, num_blocks: int) -> tuple[int, list[Effect]]:
-        """See ``ConnectorPort.give_up_oldest``."""
-        with self._lock:
-            return self._give_up(num_blocks)
+    def give_up_oldest(self, num_blocks: int) -> int:
+        """See ``ConnectorPort``."""
+        with self._deciding():
+            return self._outgoing.give_up_oldest(num_blocks)
 
-    def handle(self, event: Event) -> list[Effect]:
-        """Take in what the mover reports."""
+    def snapshot(self) -> ConnectorSnapshot:
+        """See ``ConnectorPort``."""
+        links = self.count_links()
         with self._lock:
-            match event:
-                case WriteEnded():
-                    return self._push_sender.on_write_ended(event)
-                case AcquireAnswered() | ReadEnded():
-                    return self._receiver.handle(event)
-                case PeerLost():
-                    if event.transfer_id in self._push_receiver:
-                        return self._push_receiver.handle(event)
-                    return self._receiver.handle(event)
-                case _:
-                    return self._push_receiver.handle(event)
+            num_blocks_read = self._pull_sender.leases.num_blocks_leased
+            num_blocks_read += self._history.leases.num_blocks_leased
+            return ConnectorSnapshot(
+                num_handoffs_held=len(self._outgoing) + len(self._push_sender.early),
+                num_blocks_leased=self._outgoing.num_blocks_held + num_blocks_read,
+                num_history_leases=self._history.leases.num_leases,
+                num_receives=len(self._incoming),
+                num_blocks_quarantined=self._incoming.num_blocks_quarantined,
+                num_peers_resting=links.num_peers_resting,
+                num_links_served=links.num_served,
+                outcomes=dict(self._context.outcomes),
+            )
 
-    def answer_acquire(
-        self, reader: str, message: Acquire | AcquireHistory
-    ) -> tuple[Granted | Declined, list[Effect]]:
-        """Answer a reader that shook hands with this epoch."""
-        if message.holder_epoch != self._config.epoch:
-            return self._decline_epoch(), []
+    # -- the mover's events -------------------------------------------------------------------
+    def handle(self, event: Event) -> None:
+        """Take in what the mover reports. What is of a transfer that is closed changes nothing."""
         with self._lock:
-            if isinstance(message, AcquireHistory):
-                return self._history.acquire(reader, message)
-            return self._sender.acquire(reader, message)
+            if isinstance(event, WriteEnded):
+                self._push_sender.on_write_ended(event)
+                return
+            match self._incoming.get(event.transfer_id):
+                case PullReceive() as receive if isinstance(event, PullEvent):
+                    self._pull_receiver.handle(receive, event)
+                case IncomingPush() as push if isinstance(event, PushEvent):
+                    self._push_receiver.handle(push, event)
 
-    def answer_register(
-        self, reader: str, message: Register
-    ) -> tuple[Registered | Declined, list[Effect]]:
-        """Answer a receiver that registers its blocks."""
-        if message.holder_epoch != self._config.epoch:
-            return self._decline_epoch(), []
-        with self._lock:
-            if message.transfer_id in self._sender:
-                return decline(DeclineReason.MISMATCH, NOT_PUSHED), []
-            return self._push_sender.register(reader, message)
+    def take_effect(self) -> Effect | None:
+        """Take out the oldest decision that was not executed yet; None if there is none."""
+        # Appending and taking out at the other end need no lock.
+        return self._context.effects.popleft() if self._context.effects else None
 
-    def answer_renew(self, message: Renew) -> tuple[Renewed | Declined, list[Effect]]:
-        """Answer a heartbeat."""
-        if message.holder_epoch != self._config.epoch:
-            return self._decline_epoch(), []
-        with self._lock:
-            answer = self._push_sender.renew(message)
-            return answer if answer is not None else (self._sender.renew(message), [])
+    @property
+    def has_effects(self) -> bool:
+        """Whether something is decided and not executed yet."""
+        return bool(self._context.effects)
 
-    def answer_release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
-        """Answer a release; one of an earlier epoch has nothing to release."""
-        if message.holder_epoch != self._config.epoch:
-            return Released(), []
-        with self._lock:
-            effects = self._history.release(reader, message)
-            if effects is not None:
-                return Released(), effects
-            if message.transfer_id in self._sender:
-                return self._sender.release(reader, message)
-            return self._push_sender.release(reader, message)
-
-    def lose_reader(self, reader: str) -> list[Effect]:
-        """A reader's link has ended, or is about to be made anew."""
-        with self._lock:
-            return self._push_sender.lose_reader(reader)
-
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """Act on all deadlines that have passed."""
         with self._lock:
-            effects = self._receiver.tick() + self._push_receiver.tick()
-            effects += self._sender.tick() + self._push_sender.tick() + self._history.tick()
-            for transfer_id in self._holds.expire():
-                effects += self._sender.expire(transfer_id) + self._push_sender.expire(transfer_id)
-            return effects
+            for role in (self._pull_receiver, self._push_receiver):
+                role.tick()
+            for sender in (self._pull_sender, self._push_sender, self._history):
+                sender.tick()
+            self._outgoing.expire()
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do (monotonic seconds), or None."""
         with self._lock:
             deadlines = (
-                self._receiver.next_deadline_s(),
+                self._pull_receiver.next_deadline_s(),
                 self._push_receiver.next_deadline_s(),
-                self._sender.next_deadline_s(),
+                self._pull_sender.leases.next_expiry_s(),
                 self._push_sender.next_deadline_s(),
-                self._history.next_deadline_s(),
-                self._holds.next_expiry_s(),
+                self._history.leases.next_expiry_s(),
+                self._outgoing.next_expiry_s(),
             )
         return min((d for d in deadlines if d is not None), default=None)
 
-    def snapshot(self) -> ConnectorSnapshot:
-        """Return counts for metrics and tests."""
+    # -- the peers' messages ------------------------------------------------------------------
+    def answer(
+        self, reader: str, message: Acquire | AcquireHistory | Register | Renew | Release
+    ) -> Granted | Registered | Renewed | Released | Declined:
+        """Answer a reader that shook hands with this epoch."""
+        if message.holder_epoch != self._config.epoch:
+            # What an earlier start has granted does not exist: there is nothing to release.
+            is_release = isinstance(message, Release)
+            gone = decline(DeclineReason.GONE, "this instance has restarted since")
+            return Released() if is_release else gone
         with self._lock:
-            received = self._receiver.outcomes + self._push_receiver.outcomes
-            ended = self._sender.outcomes + self._push_sender.outcomes
-            outcomes = Counter({f"receive_{k}": v for k, v in received.items()})
-            outcomes.update({f"offer_{k}": v for k, v in ended.items()})
-            outcomes.update({f"history_{k}": v for k, v in self._history.outcomes.items()})
-            num_leased = self._sender.num_blocks_leased + self._history.num_blocks_leased
-            return ConnectorSnapshot(
-                num_handoffs_held=self._sender.num_offers + self._push_sender.num_sends,
-                num_blocks_leased=self._holds.num_blocks + num_leased,
-                num_history_leases=self._history.num_leases,
-                num_receives=self._receiver.num_receives + self._push_receiver.num_receives,
-                num_blocks_quarantined=self._quarantine.num_blocks,
-                outcomes=dict(outcomes),
+            match message:
+                case Acquire():
+                    return self._pull_sender.acquire(reader, message)
+                case AcquireHistory():
+                    return self._history.acquire(reader, message)
+                case Register():
+                    return self._register(reader, message)
+                case Renew():
+                    return self._renew(message)
+                case Release():
+                    return self._release(reader, message)
+
+    def lose_reader(self, reader: str) -> None:
+        """A reader's link has ended, or is about to be made anew."""
+        with self._lock:
+            self._push_sender.lose_reader(reader)
+
+    def _register(self, reader: str, message: Register) -> Registered | Declined:
+        if self._outgoing.find(message.transfer_id, Offer) is not None:
+            return decline(DeclineReason.MISMATCH, NOT_PUSHED)
+        return self._push_sender.register(reader, message)
+
+    def _renew(self, message: Renew) -> Renewed | Declined:
+        transfer_id = message.transfer_id
+        end = self._outgoing.end_of(transfer_id)
+        notice = self._push_sender.early.refusal(transfer_id) if end is None else end.notice
+        if notice is not None:
+            self._context.emit(Notify(transfer_id, notice))
+            return Renewed(0.0, True)
+        push = self._outgoing.find(transfer_id, OutgoingPush)
+        if push is not None:
+            return self._push_sender.renew(push, message)
+        if transfer_id in self._push_sender.early:
+            return Renewed(message.duration_s)
+        return self._pull_sender.renew(message)
+
+    def _release(self, reader: str, message: Release) -> Released:
+        transfer_id = message.transfer_id
+        if self._history.release(reader, message):
+            return Released()
+        offer = self._outgoing.find(transfer_id, Offer)
+        if offer is not None:
+            self._pull_sender.release(offer, reader, message)
+            return Released()
+        push = self._outgoing.find(transfer_id, OutgoingPush)
+        if push is not None:
+            return self._push_sender.release(push, reader, message)
+        is_unknown = self._outgoing.end_of(transfer_id) is None
+        if is_unknown and self._push_sender.early.withdraw(transfer_id, reader):
+            self._context.emit(NotifyEngine())
+        return Released()
+
+    # -- inside -------------------------------------------------------------------------------
+    def _offer(self) -> HandoffOffer:
+        return HandoffOffer(self.address, self._config.handoff_lease_s)
+
+    def _require_not_refused(self, transfer_id: TransferId) -> None:
+        if self._push_sender.early.refusal(transfer_id) is not None:
+            raise transfer_id_in_use(f"transfer id {transfer_id} was withdrawn before")
+
+    def _require_holder(self, peer: PeerAddress) -> None:
+        require_allowed(self._config, peer)
+        self._require_another(peer, "history", "it holds its own history anyway")
+
+    def _require_another(self, peer: PeerAddress, param: str, advice: str) -> None:
+        if peer.instance_id == self._config.instance_id:
+            raise RequestError(
+                f"{peer.instance_id} is this instance itself: {advice}",
+                param=f"kv_transfer_params.{param}",
+                code="invalid_value",
             )
-
-    def _require_unused(self, transfer_id: TransferId) -> None:
-        """Leases, heartbeats and releases know a handoff by its id alone, whatever its mode."""
-        if transfer_id in self._sender or transfer_id in self._push_sender:
-            raise _in_use(f"transfer id {transfer_id} was used before")
-
-    def _give_up(self, num_blocks: int) -> tuple[int, list[Effect]]:
-        num_freed, effects = self._sender.give_up_oldest(num_blocks)
-        more_freed, more_effects = self._push_sender.give_up_oldest(num_blocks - num_freed)
-        return num_freed + more_freed, effects + more_effects
-
-    def _decline_epoch(self) -> Declined:
-        return decline(DeclineReason.GONE, "this instance has restarted since")
-
-
-def _in_use(message: str) -> RequestError:
-    return RequestError(message, param="kv_transfer_params.transfer_id", code="transfer_id_in_use")

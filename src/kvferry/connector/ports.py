@@ -87,6 +87,10 @@ class FirstTokenArrival:
     end: PrefillEnd
 
 
+HISTORY_MODE = "history"
+"""Label of read-backs in metrics, beside the modes of a handoff."""
+
+
 class ReceiveOutcome(enum.StrEnum):
     """How a receive ended; the names are metric labels."""
 
@@ -129,6 +133,14 @@ class ReceiveResult:
     def duration_s(self) -> float | None:
         """From the start to the end, None where the start is not known."""
         return None if self.started_s is None else max(0.0, self.finished_s - self.started_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCounts:
+    """What the mover has in hand."""
+
+    num_peers_resting: int = 0
+    num_served: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,14 @@ class ExchangeMetrics:
             registry=registry,
         )
 
+        self.verified_blocks = Counter(
+            "kvferry_verified_blocks",
+            "With --verify-transfers, blocks received by whether their digests were compared "
+            "(result: compared, not_told by a peer without the option)",
+            ["result"],
+            registry=registry,
+        )
+
     def _declare_holds(self, registry: CollectorRegistry) -> None:
         self.handoffs_held = Gauge(
             "kvferry_handoffs_held", "Finished prefills held for a reader", registry=registry
@@ -181,6 +189,13 @@ class ExchangeMetrics:
         )
 
     def _declare_control(self, registry: CollectorRegistry) -> None:
+        self.dropped_events = Counter(
+            "kvferry_dropped_events",
+            "What a peer, a transfer or a clock said of a transfer in a state that has no rule for "
+            "it; it changed nothing",
+            ["role", "event"],
+            registry=registry,
+        )
         self.control_malformed = Counter(
             "kvferry_control_malformed",
             "Control messages dropped as malformed",

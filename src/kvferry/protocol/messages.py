@@ -225,6 +225,7 @@ class Register(_Message, frozen=True, tag="register"):
     blocks: Annotated[tuple[_Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_MESSAGE)]
     timeout_s: _Duration
     """How long the receiver will wait; an unknown transfer's registration is forgotten then."""
+    want_block_digests: bool = False
 
 
 class Registered(_Message, frozen=True, tag="registered"):
@@ -272,6 +273,9 @@ class Written(_Message, frozen=True, tag="written"):
     digest: _Digest
     prefill_end_s: float | None = None
     prefill_report: PrefillReport | None = None
+    block_digests: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)] = ()
+    """Of the positions, as the sender computed them; where the receiver wants them and the sender
+    verifies, too."""
 
 
 class Failed(_Message, frozen=True, tag="failed"):

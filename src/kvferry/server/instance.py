@@ -54,8 +54,6 @@ class _Memory:
 
     cache: PagedCache
     region: MemoryRegion
-    view: memoryview | None
-    """None where the memory is not this host's."""
 
 
 class Instance:
@@ -135,12 +133,12 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         layout = model.layout(config.engine.block_size_tokens)
         retention = RetentionTable(pool, clock, config.engine.retention_limits())
         blocks = RenewingBlocks(pool, retention)
-        exchange_memory = ExchangeMemory(blocks, layout, transport, memory.view)
+        exchange_memory = ExchangeMemory(blocks, layout, transport, [memory.region])
         exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
         engine = Engine(
             config.engine, model, memory.cache, pool,
-            connector=exchange, retention=retention, clock=clock,
+            connector=exchange.port, retention=retention, clock=clock,
         )  # fmt: skip
         exchange.start(engine.wake)
         engine.start()
@@ -177,7 +175,6 @@ def _allocate(config: InstanceConfig, model: LoadedModel, transport: Transport) 
         view = transport.allocate(num_bytes)
         cache, kind = PagedCache(shape, view), MemoryKind.DRAM
     else:
-        view = None
         cache = PagedCache(shape, allocate_device_memory(model.device, num_bytes))
         kind = MemoryKind.VRAM
     region = MemoryRegion(
@@ -188,7 +185,7 @@ def _allocate(config: InstanceConfig, model: LoadedModel, transport: Transport) 
         kind=kind,
         device_index=model.device.index or 0,
     )
-    return _Memory(cache=cache, region=region, view=view)
+    return _Memory(cache=cache, region=region)
 
 
 def _log_built(

@@ -138,7 +138,7 @@ def service_parts(instance: Instance, clock: Clock) -> ServiceParts:
         engine=instance.engine,
         figures=instance.figures,
         tokenizer=instance.tokenizer,
-        connector=instance.exchange,
+        connector=instance.exchange.port,
         describe=instance.exchange.info,
         model=ServedModel(
             names=names,

@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.connector.exchange import HISTORY_MODE
-from kvferry.connector.ports import ConnectorPort, PrefillEnd, PromptIdentity, ReceiveOutcome
+from kvferry.connector.ports import (
+    HISTORY_MODE,
+    ConnectorPort,
+    PrefillEnd,
+    PromptIdentity,
+    ReceiveOutcome,
+)
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.observe.log import get_logger

@@ -121,11 +121,11 @@ class WorkerHalf:
             transport = _create_transport(config, settings)
             parts.callback(transport.close)
             transport.register(list(regions))
-            memory = ExchangeMemory(self._pins, layout, transport)
+            memory = ExchangeMemory(self._pins, layout, transport, regions)
             exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
             self._exchange = exchange
-            self._desk = Desk(exchange, self._pins, self._event.set, self._rank)
+            self._desk = Desk(exchange.port, self._pins, self._event.set, self._rank)
             self._server = OrderServer(self._desk.obey)
             parts.callback(self._server.close)
             exchange.start(self._event.set)
@@ -177,7 +177,7 @@ class WorkerHalf:
         if self._rank:
             return None
         return self._figures.take(
-            exchange_figures(self._exchange.snapshot(), self._pins.num_retained)
+            exchange_figures(self._exchange.port.snapshot(), self._pins.num_retained)
         )
 
     def close(self) -> None:

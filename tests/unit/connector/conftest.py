@@ -11,11 +11,13 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity
+from kvferry.connector.transfers.context import BlockDigests
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
 from kvferry.protocol.messages import Acquire, Granted
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
+from tests.model.driven import Driven
 
 TRANSFER = TransferId("xfer-1")
 PROMPT = PromptIdentity(40, b"d" * 32)
@@ -51,17 +53,21 @@ class World:
 
     pool: BlockPool
     clock: FakeClock
-    planner: Planner
+    planner: Driven
 
     def assert_idle(self) -> None:
         """Nothing is held, leased, received or quarantined."""
-        assert dataclasses.replace(self.planner.snapshot(), outcomes={}) == ConnectorSnapshot()
+        snapshot = self.planner.planner.snapshot()
+        assert dataclasses.replace(snapshot, outcomes={}) == ConnectorSnapshot()
         assert_whole(self.pool)
 
 
-def make_world(num_blocks: int = 16, **changes: object) -> World:
+def make_world(
+    num_blocks: int = 16, digests_of: BlockDigests | None = None, **changes: object
+) -> World:
     pool, clock = BlockPool(num_blocks), FakeClock(100.0)
-    return World(pool, clock, Planner(make_config(**changes), LAYOUT, pool, clock))
+    planner = Planner(make_config(**changes), LAYOUT, pool, clock, digests_of=digests_of)
+    return World(pool, clock, Driven(planner))
 
 
 @pytest.fixture

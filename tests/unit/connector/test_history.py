@@ -61,12 +61,12 @@ def ask(
         "duration_s": 5.0,
     }
     message = AcquireHistory(**(fields | changes))  # type: ignore[arg-type]
-    return world.planner.answer_acquire(reader, message)
+    return world.planner.answer(reader, message)
 
 
 def release(world: World, reader: str = READER) -> list[Effect]:
     message = Release(InstanceId("decode-0"), Epoch(7), NAME, Epoch(5), ReleaseOutcome.READ)
-    return world.planner.answer_release(reader, message)[1]
+    return world.planner.answer(reader, message)[1]
 
 
 # -- the holder -------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_what_the_leading_hashes_find_is_leased_until_released(world: World) -> 
     assert effects == [StartServing(READER)]
     assert world.pool.num_free == 13
     assert world.planner.snapshot().num_history_leases == 1
-    assert release(world) == [CountHistoryEnd("read"), StopServing(READER)]
+    assert release(world) == [StopServing(READER), CountHistoryEnd("read")]
     world.assert_idle()
 
 
@@ -159,7 +159,7 @@ def test_asking_twice_by_one_name_replaces(world: World) -> None:
     fill(world, hashes_of())
     ask(world, hashes_of())
     _, effects = ask(world, hashes_of())
-    assert effects == [CountHistoryEnd("replaced"), StopServing(READER), StartServing(READER)]
+    assert effects == [StopServing(READER), CountHistoryEnd("replaced"), StartServing(READER)]
     release(world)
     world.assert_idle()
 
@@ -169,7 +169,7 @@ def test_a_lease_whose_reader_vanished_ends_in_time(world: World) -> None:
     ask(world, hashes_of(), duration_s=3.0)
     assert world.planner.next_deadline_s() == 103.0
     world.clock.advance(3.0)
-    assert world.planner.tick() == [CountHistoryEnd("expired"), StopServing(READER)]
+    assert world.planner.tick() == [StopServing(READER), CountHistoryEnd("expired")]
     world.assert_idle()
     assert release(world) == [NotifyEngine()]  # as of a push that was not begun
     world.assert_idle()
@@ -178,7 +178,7 @@ def test_a_lease_whose_reader_vanished_ends_in_time(world: World) -> None:
 def test_serving_goes_on_while_another_kind_of_lease_runs(world: World) -> None:
     fill(world, hashes_of())
     offer(world)
-    world.planner.answer_acquire(READER, make_acquire())
+    world.planner.answer(READER, make_acquire())
     assert ask(world, hashes_of())[1] == []
     assert release(world) == [CountHistoryEnd("read")]
     assert StopServing(READER) in release_offer(world)

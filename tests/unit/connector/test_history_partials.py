@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 
@@ -172,20 +174,35 @@ def test_all_blocks_and_one_more_than_were_asked_for_make_no_sense(world: World)
     world.assert_idle()
 
 
-def test_the_digest_is_that_of_the_block_which_is_read(world: World) -> None:
+@pytest.mark.parametrize(
+    ("content", "outcome"),
+    [
+        ((0, 1, 2, 3, 5), ReceiveOutcome.RECEIVED),
+        ((0, 1, 2, 3, 4), ReceiveOutcome.CORRUPT),
+        ((0, 1, 2, 9, 5), ReceiveOutcome.CORRUPT),
+    ],
+)
+def test_the_digest_is_that_of_the_block_which_is_read(
+    content: tuple[int, ...], outcome: ReceiveOutcome
+) -> None:
+    world = make_world(digests_of=lambda read: told(content[: len(read)]))
     name, blocks = begin(world)
     other = as_offered(partial_content(hashes_of()[3], [7, 7]), 9)
     reply = granted(4, other, as_offered(own(4, 3), 10), digests=6)
-    (read,) = world.planner.handle(AcquireAnswered(name, 100.0, reply))
-    assert isinstance(read, PostRead)
-    assert [digest[0] for digest in read.block_digests] == [0, 1, 2, 3, 5]
-    finish(world, name, blocks)
+    world.planner.handle(AcquireAnswered(name, 100.0, reply))
+    world.planner.handle(ReadEnded(name, ReadStatus.DONE, 100.0, 300))
+    assert only_result(world).outcome is outcome
+    world.pool.drop(blocks)
+    world.assert_idle()
 
 
-def test_digests_of_blocks_that_are_not_read_are_left_out(world: World) -> None:
+def test_digests_of_blocks_that_are_not_read_are_left_out() -> None:
+    world = make_world(digests_of=lambda read: told(range(len(read))))
     name, blocks = begin(world)
     other = as_offered(partial_content(hashes_of()[3], [7, 7]), 9)
-    (read,) = world.planner.handle(AcquireAnswered(name, 100.0, granted(4, other, digests=5)))
-    assert isinstance(read, PostRead)
-    assert len(read.block_digests) == 4
-    finish(world, name, blocks)
+    world.planner.handle(AcquireAnswered(name, 100.0, granted(4, other, digests=5)))
+    assert finish(world, name, blocks) == (4, 0)
+
+
+def told(numbers: Iterable[int]) -> tuple[bytes, ...]:
+    return tuple(bytes([n]) * 32 for n in numbers)

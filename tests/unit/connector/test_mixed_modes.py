@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.leases.handoff import HandoffLeases
+from kvferry.connector.leases.readers import ActiveReaders
+from kvferry.connector.pull.sender import Offer, PullSender
+from kvferry.connector.transfers.context import RoleContext
+from kvferry.connector.transfers.outgoing import OutgoingTransfers
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber
 from kvferry.protocol.messages import Declined, DeclineReason, Failed, FailureReason, Registered
+from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import READER, TRANSFER, World, make_acquire, make_config
 from tests.unit.connector.test_push_sender import (
     PROMPT,
@@ -58,15 +62,15 @@ def test_the_second_is_refused_as_long_as_the_first_is_remembered(
 def test_a_prefill_that_is_pulled_declines_registrations(world: World) -> None:
     offer(world)
     for _ in range(2):
-        answer, effects = world.planner.answer_register(READER, make_register())
+        answer, effects = world.planner.answer(READER, make_register())
         assert isinstance(answer, Declined)
         assert (answer.reason, effects) == (DeclineReason.MISMATCH, [])
-        world.planner.answer_release(READER, release())
+        world.planner.answer(READER, release())
     world.assert_idle()
 
 
 def test_a_registration_that_came_early_hears_that_its_prefill_is_pulled(world: World) -> None:
-    answer, _ = world.planner.answer_register(READER, make_register())
+    answer, _ = world.planner.answer(READER, make_register())
     assert isinstance(answer, Registered)
     blocks = world.pool.allocate(4)
     (notice,) = notices(world.planner.offer(TRANSFER, blocks, PROMPT))
@@ -74,19 +78,26 @@ def test_a_registration_that_came_early_hears_that_its_prefill_is_pulled(world: 
     assert isinstance(notice, Failed)
     assert (notice.reason, notice.is_quiet) == (FailureReason.MISMATCH, True)
     acquire = make_acquire(num_tokens=PROMPT.num_tokens, digest=PROMPT.digest)
-    granted, _ = world.planner.answer_acquire("other/1", acquire)
+    granted, _ = world.planner.answer("other/1", acquire)
     assert not isinstance(granted, Declined), "whoever pulls is not concerned"
-    world.planner.answer_release("other/1", release())
+    world.planner.answer("other/1", release())
     world.assert_idle()
 
 
-def test_a_second_hold_under_one_id_is_refused(world: World) -> None:
-    holds = HandoffLeases(make_config(), world.pool, world.clock)
+def test_a_prefill_that_is_held_is_not_held_twice(world: World) -> None:
+    context = RoleContext(make_config(), LAYOUT, world.pool, world.clock)
+    outgoing = OutgoingTransfers(context)
+    offer = Offer(
+        transfer_id=TRANSFER,
+        prompt=PROMPT,
+        role=PullSender(context, outgoing, ActiveReaders(context)),
+    )
     blocks = world.pool.allocate(2)
-    holds.take(TRANSFER, blocks[:1])
-    with pytest.raises(LocalProtocolError, match="has a hold already"):
-        holds.take(TRANSFER, blocks[1:])
+    outgoing.add(offer, blocks)
+    outgoing.hold(offer)
+    with pytest.raises(LocalProtocolError, match="is held already"):
+        outgoing.hold(offer)
     world.clock.advance(1000.0)
-    assert holds.expire() == [TRANSFER]
+    outgoing.expire()
     world.pool.drop(blocks)
     world.assert_idle()

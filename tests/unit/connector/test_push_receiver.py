@@ -47,7 +47,7 @@ WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest)
 
 
 def begin(world: World) -> None:
-    effects = world.planner.begin_receive(TRANSFER, PEER, PROMPT, Mode.PUSH)
+    effects = world.planner.begin_receive(TRANSFER, PEER, PROMPT, mode=Mode.PUSH)
     assert effects == [ContactPeer(PEER), SendRenew(PEER, TRANSFER, 30.0)]
 
 
@@ -81,9 +81,9 @@ def test_a_push_is_progressed_while_posted_and_reported_when_written(world: Worl
     assert arrival.end == PrefillEnd(TOKEN)
     assert notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest)) == []
     assert notice(world, WRITTEN) == [
-        StopProgress(PEER, TRANSFER),
         SendRelease(PEER, TRANSFER, ReleaseOutcome.READ),
         NotifyEngine(),
+        StopProgress(PEER, TRANSFER),
     ]
     (result,) = world.planner.take_results()
     assert (result.outcome, result.num_bytes) == (
@@ -190,7 +190,8 @@ def test_an_abort_while_filling_waits_for_the_senders_word(world: World, is_quie
 def test_an_abort_without_blocks_tells_the_sender(world: World) -> None:
     begin(world)
     assert world.planner.end_receive(TRANSFER, needed=False) == [
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.NOT_NEEDED)
+        SendRelease(PEER, TRANSFER, ReleaseOutcome.NOT_NEEDED),
+        StopProgress(PEER, TRANSFER),
     ]
     world.assert_idle()
 
@@ -234,7 +235,7 @@ def test_misuse_by_the_engine_is_told(world: World) -> None:
     with pytest.raises(LocalProtocolError, match="under way"):
         world.planner.receive(TRANSFER, [], 0)
     with pytest.raises(RequestError, match="already being received"):
-        world.planner.begin_receive(TRANSFER, PEER, PROMPT, Mode.PUSH)
+        world.planner.begin_receive(TRANSFER, PEER, PROMPT, mode=Mode.PUSH)
 
 
 def test_blocks_given_back_and_then_written_are_quiet_and_the_push_has_failed(

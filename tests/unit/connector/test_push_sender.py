@@ -91,7 +91,7 @@ def ended(write: PostWrite, is_done: bool = True) -> WriteEnded:
 
 def test_each_chunk_is_written_as_it_completes_and_the_tail_at_the_end(world: World) -> None:
     blocks = begin(world)
-    reply, effects = world.planner.answer_register(READER, make_register())
+    reply, effects = world.planner.answer(READER, make_register())
     assert (reply, writes(effects)) == (Registered(0), [])
     effects = world.planner.advance_send(TRANSFER, blocks, 40)
     (first,) = writes(effects)
@@ -111,7 +111,7 @@ def test_a_late_registration_is_caught_up_from_the_hold(world: World) -> None:
     blocks = begin(world)
     assert names(complete(world, blocks)) == ["FirstTokenReady"]
     assert world.pool.num_free == 12
-    _, effects = world.planner.answer_register(READER, make_register(first_block=3))
+    _, effects = world.planner.answer(READER, make_register(first_block=3))
     (write,) = writes(effects)
     assert write.local_blocks == (blocks[3],)
     (written,) = notices(world.planner.handle(ended(write)))
@@ -122,7 +122,7 @@ def test_a_late_registration_is_caught_up_from_the_hold(world: World) -> None:
 
 def test_sources_stay_pinned_after_the_engine_let_go(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     world.planner.withdraw(TRANSFER)
     world.pool.drop(blocks)
@@ -134,7 +134,7 @@ def test_sources_stay_pinned_after_the_engine_let_go(world: World) -> None:
 def test_a_slow_reader_has_a_bounded_number_of_bytes_in_flight() -> None:
     world = make_world(max_inflight_bytes=LAYOUT.block_bytes)
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     effects = complete(world, blocks)
     seen: list[int] = []
     while writes(effects):
@@ -148,16 +148,14 @@ def test_a_slow_reader_has_a_bounded_number_of_bytes_in_flight() -> None:
 
 def test_the_highest_generation_is_obeyed_and_the_old_one_declared_quiet(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (old,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     others = tuple(BlockNumber(b) for b in (30, 31, 32, 33))
-    reply, effects = world.planner.answer_register(
-        READER, make_register(1, changes={"blocks": others})
-    )
+    reply, effects = world.planner.answer(READER, make_register(1, changes={"blocks": others}))
     assert reply == Registered(1)
     (new,) = writes(effects)
     assert new.remote_blocks == others[:2]
-    assert world.planner.answer_register(READER, make_register())[0] == Registered(1)
+    assert world.planner.answer(READER, make_register())[0] == Registered(1)
     assert notices(world.planner.handle(ended(old))) == [Quiet(TRANSFER, 0)]
     world.planner.handle(ended(new))
     (rest,) = writes(complete(world, blocks))
@@ -173,13 +171,13 @@ def test_the_highest_generation_is_obeyed_and_the_old_one_declared_quiet(world: 
 def test_another_prompt_is_declined_whenever_it_comes(
     world: World, changes: dict[str, object]
 ) -> None:
-    reply, _ = world.planner.answer_register(READER, make_register(changes=changes))
+    reply, _ = world.planner.answer(READER, make_register(changes=changes))
     assert isinstance(reply, Registered)  # prefill is not known yet
     blocks = world.pool.allocate(4)
     (_, failed) = notices(world.planner.begin_send(TRANSFER, PROMPT))
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.is_quiet) == (FailureReason.MISMATCH, True)
-    reply, _ = world.planner.answer_register(READER, make_register(changes=changes))
+    reply, _ = world.planner.answer(READER, make_register(changes=changes))
     assert isinstance(reply, Declined)
     assert reply.reason is DeclineReason.MISMATCH
     world.planner.withdraw(TRANSFER)
@@ -189,7 +187,7 @@ def test_another_prompt_is_declined_whenever_it_comes(
 
 def test_a_receiver_that_wants_nothing_stops_prefill(world: World) -> None:
     blocks = begin(world)
-    released, effects = world.planner.answer_release(READER, release())
+    released, effects = world.planner.answer(READER, release())
     assert released.is_quiet
     assert NotifyEngine() in effects
     assert world.planner.take_stopped_sends() == [TRANSFER]
@@ -200,9 +198,9 @@ def test_a_receiver_that_wants_nothing_stops_prefill(world: World) -> None:
 
 def test_a_release_in_mid_write_is_answered_quiet_when_it_is(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
-    released, effects = world.planner.answer_release(READER, release())
+    released, effects = world.planner.answer(READER, release())
     assert not released.is_quiet
     assert notices(effects) == []
     assert notices(world.planner.handle(ended(write))) == [Quiet(TRANSFER, 0)]
@@ -212,7 +210,7 @@ def test_a_release_in_mid_write_is_answered_quiet_when_it_is(world: World) -> No
 
 def test_a_write_that_never_ends_costs_the_readers_link(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     world.planner.withdraw(TRANSFER)
     world.pool.drop(blocks)
@@ -224,7 +222,7 @@ def test_a_write_that_never_ends_costs_the_readers_link(world: World) -> None:
 
 def test_a_failed_write_is_told_with_its_reason(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     failed, _ = notices(world.planner.handle(ended(write, False)))
     assert isinstance(failed, Failed)
@@ -239,7 +237,7 @@ def test_a_hold_that_nobody_registers_for_expires_and_says_so(world: World) -> N
     (failed,) = notices(world.planner.tick())
     assert isinstance(failed, Failed)
     assert failed.reason is FailureReason.EXPIRED
-    reply, again = world.planner.answer_register(READER, make_register())
+    reply, again = world.planner.answer(READER, make_register())
     assert isinstance(reply, Declined)
     assert notices(again) == [failed]
     world.assert_idle()
@@ -247,15 +245,15 @@ def test_a_hold_that_nobody_registers_for_expires_and_says_so(world: World) -> N
 
 def test_heartbeats_have_what_was_missed_repeated(world: World) -> None:
     beat = Renew(TRANSFER, Epoch(5), 30.0)
-    assert isinstance(world.planner.answer_renew(beat)[0], Declined)
-    world.planner.answer_register(READER, make_register())
-    assert world.planner.answer_renew(beat) == (Renewed(30.0), [])
+    assert isinstance(world.planner.answer("", beat)[0], Declined)
+    world.planner.answer(READER, make_register())
+    assert world.planner.answer("", beat) == (Renewed(30.0), [])
     blocks = begin(world)
-    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, True)
+    assert world.planner.answer("", beat)[0] == Renewed(30.0, True)
     (write,) = writes(complete(world, blocks))
-    assert names(world.planner.answer_renew(beat)[1]) == ["Posting", "FirstTokenReady"]
+    assert names(world.planner.answer("", beat)[1]) == ["Posting", "FirstTokenReady"]
     world.planner.handle(ended(write))
-    assert names(world.planner.answer_renew(beat)[1]) == ["Written"]
+    assert names(world.planner.answer("", beat)[1]) == ["Written"]
     world.assert_idle()
 
 
@@ -263,12 +261,12 @@ def test_a_preempted_prefill_says_that_it_has_no_blocks(world: World) -> None:
     beat = Renew(TRANSFER, Epoch(5), 30.0)
     blocks = begin(world)
     world.planner.pause_send(TRANSFER)
-    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, False)
+    assert world.planner.answer("", beat)[0] == Renewed(30.0, False)
     world.planner.advance_send(TRANSFER, blocks, 16)
-    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, True)
+    assert world.planner.answer("", beat)[0] == Renewed(30.0, True)
     world.planner.pause_send(TRANSFER)
     complete(world, blocks)  # with its first step, nothing was to be said of before
-    assert world.planner.answer_renew(beat)[0] == Renewed(30.0, True)
+    assert world.planner.answer("", beat)[0] == Renewed(30.0, True)
     world.planner.withdraw(TRANSFER)
     world.assert_idle()
 
@@ -276,7 +274,7 @@ def test_a_preempted_prefill_says_that_it_has_no_blocks(world: World) -> None:
 def test_registrations_without_prefill_are_bounded_and_forgotten() -> None:
     world = make_world(max_early_registrations=2, prefill_timeout_s=10.0)
     replies = [
-        world.planner.answer_register(READER, make_register(changes={"transfer_id": f"x{n}"}))[0]
+        world.planner.answer(READER, make_register(changes={"transfer_id": f"x{n}"}))[0]
         for n in range(3)
     ]
     assert [type(reply) for reply in replies] == [Registered, Registered, Declined]
@@ -308,11 +306,11 @@ def test_a_transfer_id_is_used_once(world: World) -> None:
 
 
 def test_a_prefill_that_never_begins_is_told_to_who_registered_or_will(world: World) -> None:
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (failed,) = notices(world.planner.withdraw(TRANSFER))
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.is_quiet) == (FailureReason.ABORTED, True)
-    reply, effects = world.planner.answer_register(READER, make_register(1))
+    reply, effects = world.planner.answer(READER, make_register(1))
     assert isinstance(reply, Declined)
     assert notices(effects) == [failed]
     assert world.planner.withdraw(TRANSFER) == []
@@ -322,7 +320,7 @@ def test_a_prefill_that_never_begins_is_told_to_who_registered_or_will(world: Wo
 def test_a_push_larger_than_the_share_does_not_give_itself_up() -> None:
     world = make_world(max_held_share=0.1)
     assert names(complete(world, begin(world))) == ["FirstTokenReady"]
-    _, effects = world.planner.answer_register(READER, make_register())
+    _, effects = world.planner.answer(READER, make_register())
     (write,) = writes(effects)
     assert names(world.planner.handle(ended(write))) == ["Written"]
     world.assert_idle()
@@ -330,7 +328,7 @@ def test_a_push_larger_than_the_share_does_not_give_itself_up() -> None:
 
 def test_a_receiver_that_wants_nothing_before_prefill_is_known_stops_it_then(world: World) -> None:
     assert world.planner.is_send_wanted(TRANSFER)
-    _, effects = world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
+    _, effects = world.planner.answer(READER, release(ReleaseOutcome.NOT_NEEDED))
     assert effects == [NotifyEngine()]
     assert not world.planner.is_send_wanted(TRANSFER)
     blocks = begin(world)
@@ -340,6 +338,6 @@ def test_a_receiver_that_wants_nothing_before_prefill_is_known_stops_it_then(wor
 
 
 def test_what_one_receiver_does_not_want_another_may(world: World) -> None:
-    world.planner.answer_release(READER, release(ReleaseOutcome.NOT_NEEDED))
-    world.planner.answer_register("decode-9/1", make_register())
+    world.planner.answer(READER, release(ReleaseOutcome.NOT_NEEDED))
+    world.planner.answer("decode-9/1", make_register())
     assert world.planner.is_send_wanted(TRANSFER)

@@ -38,9 +38,9 @@ def other_register(generation: int = 0) -> Register:
 def test_of_two_receivers_the_last_is_written_to(world: World) -> None:
     """The first may have died: a decode leg was begun again elsewhere."""
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register(5))
+    world.planner.answer(READER, make_register(5))
     (lost,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
-    reply, effects = world.planner.answer_register(OTHER_READER, other_register(0))
+    reply, effects = world.planner.answer(OTHER_READER, other_register(0))
     assert reply == Registered(0)
     (again,) = writes(effects)
     assert (again.reader, again.remote_blocks) == (OTHER_READER, OTHER_TARGETS[:2])
@@ -54,9 +54,9 @@ def test_of_two_receivers_the_last_is_written_to(world: World) -> None:
 
 
 def test_of_two_early_registrations_the_last_receivers_is_kept(world: World) -> None:
-    world.planner.answer_register(READER, make_register(5))
-    assert world.planner.answer_register(OTHER_READER, other_register(0))[0] == Registered(0)
-    world.planner.answer_release(READER, release())
+    world.planner.answer(READER, make_register(5))
+    assert world.planner.answer(OTHER_READER, other_register(0))[0] == Registered(0)
+    world.planner.answer(READER, release())
     (write,) = writes(complete(world, begin(world)))
     assert write.remote_blocks == OTHER_TARGETS
     assert names(world.planner.handle(ended(write))) == ["Written"]
@@ -65,9 +65,9 @@ def test_of_two_early_registrations_the_last_receivers_is_kept(world: World) -> 
 
 def test_a_release_by_another_than_who_registered_ends_nothing(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     other = Release(InstanceId("decode-1"), Epoch(9), TRANSFER, Epoch(5), ReleaseOutcome.CANCELLED)
-    released, _ = world.planner.answer_release(OTHER_READER, other)
+    released, _ = world.planner.answer(OTHER_READER, other)
     assert released.is_quiet
     assert world.planner.take_stopped_sends() == []
     (write,) = writes(complete(world, blocks))
@@ -76,8 +76,8 @@ def test_a_release_by_another_than_who_registered_ends_nothing(world: World) -> 
 
 
 def test_who_registers_after_a_release_is_served(world: World) -> None:
-    world.planner.answer_release(READER, release())
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, release())
+    world.planner.answer(READER, make_register())
     (write,) = writes(complete(world, begin(world)))
     assert names(world.planner.handle(ended(write))) == ["Written"]
     world.assert_idle()
@@ -85,10 +85,10 @@ def test_who_registers_after_a_release_is_served(world: World) -> None:
 
 def test_who_registers_while_the_last_write_runs_out_is_declined(world: World) -> None:
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     world.planner.withdraw(TRANSFER)
-    reply, _ = world.planner.answer_register(READER, make_register(1))
+    reply, _ = world.planner.answer(READER, make_register(1))
     assert isinstance(reply, Declined)
     assert reply.reason is DeclineReason.GONE
     world.planner.handle(ended(write))
@@ -101,7 +101,7 @@ def test_nothing_is_written_to_blocks_that_were_registered_before_a_reconnection
 ) -> None:
     """The receiver has lost us meanwhile: the blocks may be another request's by now."""
     blocks = begin(world)
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 32))
     (failed,) = notices(world.planner.lose_reader(READER))
     assert isinstance(failed, Failed)
@@ -112,7 +112,7 @@ def test_nothing_is_written_to_blocks_that_were_registered_before_a_reconnection
 
 
 def test_an_early_registration_does_not_outlive_a_reconnection(world: World) -> None:
-    world.planner.answer_register(READER, make_register())
+    world.planner.answer(READER, make_register())
     assert world.planner.lose_reader(READER) == []
     assert writes(complete(world, begin(world))) == []
     world.planner.withdraw(TRANSFER)

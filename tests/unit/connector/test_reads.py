@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from kvferry.connector.machine.effects import PostRead
-from kvferry.connector.machine.events import ReadEnded, ReadStatus
+from kvferry.connector.machine.events import Event, ReadEnded, ReadStatus
 from kvferry.connector.peers.reads import Reads
+from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Link, Transfer, TransferStatus
 
 PEER = PeerAddress(InstanceId("holder"), Epoch(1), "tcp://127.0.0.1:1")
-EFFECT = PostRead(PEER, TransferId("xfer"), (BlockNumber(1),), (BlockNumber(2),), ())
+EFFECT = PostRead(PEER, TransferId("xfer"), (BlockNumber(1),), (BlockNumber(2),))
 
 
 class _Transfer(Transfer):
@@ -29,6 +31,7 @@ class _Link(Link):
     quiet: bool = False
     num_disconnects_needed: int = 1
     calls: list[str] = field(default_factory=list)
+    refuses: bool = False
 
     @property
     def local_metadata(self) -> bytes:
@@ -38,6 +41,8 @@ class _Link(Link):
         raise AssertionError("not called")
 
     def read(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Transfer:
+        if self.refuses:
+            raise RemoteProtocolError("no")
         return _Transfer()
 
     def write(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Transfer:
@@ -59,45 +64,70 @@ class _Link(Link):
         return self.quiet and self.calls.count("disconnect") >= self.num_disconnects_needed
 
 
-def test_a_read_that_is_done_says_so_without_asking_for_quiet() -> None:
-    reads, link = Reads(FakeClock(), None), _Link(status=TransferStatus.DONE)
-    (event,) = reads.post(EFFECT, link)
+class _Posted:
+    """READs, and what they have told so far."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque()
+        self.reads = Reads(FakeClock(), self.events)
+
+    def told(self) -> list[Event]:
+        told = list(self.events)
+        self.events.clear()
+        return told
+
+
+@pytest.fixture
+def posted() -> _Posted:
+    return _Posted()
+
+
+def test_a_read_that_is_done_says_so_without_asking_for_quiet(posted: _Posted) -> None:
+    posted.reads.post(EFFECT, _Link(status=TransferStatus.DONE))
+    (event,) = posted.told()
     assert isinstance(event, ReadEnded)
     assert (event.status, event.num_bytes) == (ReadStatus.DONE, 5)
-    assert (reads.num_running, reads.num_unquiet) == (0, 0)
+    assert (posted.reads.num_running, posted.reads.num_unquiet) == (0, 0)
 
 
-@pytest.mark.parametrize("how", ["error", "torn down"])
-def test_a_failed_read_ends_when_its_link_is_quiet(how: str) -> None:
-    reads, link = Reads(FakeClock(), None), _Link()
-    assert reads.post(EFFECT, link) == []
+@pytest.mark.parametrize("how", ["error", "torn down", "refused"])
+def test_a_failed_read_ends_when_its_link_is_quiet(posted: _Posted, how: str) -> None:
+    reads, link = posted.reads, _Link(refuses=how == "refused")
+    reads.post(EFFECT, link)
+    assert posted.told() == []
     if how == "error":
         link.status = TransferStatus.ERROR
-        assert reads.poll() == []
-    else:
-        assert reads.end_link(link) == []
+        reads.poll()
+    elif how == "torn down":
+        reads.end_link(link)
+    assert posted.told() == []
     assert "disconnect" in link.calls
     assert (reads.num_running, reads.num_unquiet) == (0, 1)
-    assert reads.poll() == []
+    reads.poll()
+    assert posted.told() == []
     link.quiet = True
-    (event,) = reads.poll()
+    reads.poll()
+    (event,) = posted.told()
     assert isinstance(event, ReadEnded)
     assert event.status is ReadStatus.FAILED
     assert reads.num_unquiet == 0
+    assert reads.take_broken() == ([] if how == "torn down" else [link])
 
 
-def test_a_link_that_could_not_be_torn_down_is_tried_again() -> None:
-    reads, link = Reads(FakeClock(), None), _Link(quiet=True, num_disconnects_needed=4)
-    reads.post(EFFECT, link)
+def test_a_link_that_could_not_be_torn_down_is_tried_again(posted: _Posted) -> None:
+    link = _Link(quiet=True, num_disconnects_needed=4)
+    posted.reads.post(EFFECT, link)
     link.status = TransferStatus.ERROR
-    ended = [event for _ in range(5) for event in reads.poll()]
-    assert len(ended) == 1
-    assert reads.num_unquiet == 0
+    for _ in range(5):
+        posted.reads.poll()
+    assert len(posted.told()) == 1
+    assert posted.reads.num_unquiet == 0
 
 
-def test_a_quiet_link_ends_its_reads_at_once() -> None:
-    reads, link = Reads(FakeClock(), None), _Link(quiet=True)
-    reads.post(EFFECT, link)
-    (event,) = reads.end_link(link)
+def test_a_quiet_link_ends_its_reads_at_once(posted: _Posted) -> None:
+    link = _Link(quiet=True)
+    posted.reads.post(EFFECT, link)
+    posted.reads.end_link(link)
+    (event,) = posted.told()
     assert isinstance(event, ReadEnded)
     assert event.status is ReadStatus.FAILED

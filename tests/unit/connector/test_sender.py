@@ -38,13 +38,13 @@ def release(
     world: World, outcome: ReleaseOutcome = ReleaseOutcome.READ, reader: str = READER
 ) -> list[Effect]:
     message = Release(InstanceId("decode-0"), Epoch(7), TRANSFER, Epoch(5), outcome)
-    return world.planner.answer_release(reader, message)[1]
+    return world.planner.answer(reader, message)[1]
 
 
 def test_an_offer_is_held_granted_and_freed_when_read(world: World) -> None:
     blocks = offer(world)
     assert world.pool.num_free == 13
-    reply, effects = world.planner.answer_acquire(READER, make_acquire(first_block=1))
+    reply, effects = world.planner.answer(READER, make_acquire(first_block=1))
     assert isinstance(reply, Granted)
     assert reply.blocks == tuple(blocks[1:])
     assert effects == [StartServing(READER)]
@@ -70,7 +70,7 @@ def test_an_offer_that_nobody_reads_expires_and_says_so(world: World) -> None:
     world.clock.advance(30.0)
     assert world.planner.tick() == [CountOfferEnd("expired")]
     world.assert_idle()
-    reply, _ = world.planner.answer_acquire(READER, make_acquire())
+    reply, _ = world.planner.answer(READER, make_acquire())
     assert isinstance(reply, Declined)
     assert reply.reason is DeclineReason.EXPIRED
 
@@ -79,9 +79,9 @@ def test_heartbeats_lengthen_a_hold_up_to_a_number(world: World) -> None:
     world = make_world(max_renewals=1)
     offer(world)
     world.clock.advance(20.0)
-    assert world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0))[0] == Renewed(30.0, True)
+    assert world.planner.answer("", Renew(TRANSFER, Epoch(5), 30.0))[0] == Renewed(30.0, True)
     world.clock.advance(20.0)
-    refused = world.planner.answer_renew(Renew(TRANSFER, Epoch(5), 30.0))[0]
+    refused = world.planner.answer("", Renew(TRANSFER, Epoch(5), 30.0))[0]
     assert isinstance(refused, Declined)
     world.clock.advance(10.0)
     world.planner.tick()
@@ -90,10 +90,10 @@ def test_heartbeats_lengthen_a_hold_up_to_a_number(world: World) -> None:
 
 def test_a_lease_outlives_the_offer_until_its_reader_ends(world: World) -> None:
     offer(world)
-    world.planner.answer_acquire(READER, make_acquire())
+    world.planner.answer(READER, make_acquire())
     world.planner.withdraw(TRANSFER)
     assert world.pool.num_free == 13
-    second, _ = world.planner.answer_acquire("decode-1/1", make_acquire())
+    second, _ = world.planner.answer("decode-1/1", make_acquire())
     assert isinstance(second, Declined)
     release(world)
     world.assert_idle()
@@ -101,7 +101,7 @@ def test_a_lease_outlives_the_offer_until_its_reader_ends(world: World) -> None:
 
 def test_a_reader_that_vanishes_loses_its_lease_in_time(world: World) -> None:
     offer(world)
-    world.planner.answer_acquire(READER, make_acquire(duration_s=4.0))
+    world.planner.answer(READER, make_acquire(duration_s=4.0))
     world.clock.advance(4.0)
     assert world.planner.tick() == [StopServing(READER)]
     assert world.pool.num_free == 13  # still offered: another reader may be sent
@@ -112,8 +112,8 @@ def test_a_reader_that_vanishes_loses_its_lease_in_time(world: World) -> None:
 
 def test_one_readers_end_leaves_the_others_lease(world: World) -> None:
     offer(world)
-    world.planner.answer_acquire(READER, make_acquire())
-    world.planner.answer_acquire("decode-1/1", make_acquire())
+    world.planner.answer(READER, make_acquire())
+    world.planner.answer("decode-1/1", make_acquire())
     release(world, reader="decode-1/1")
     assert world.pool.num_free == 13
     release(world)
@@ -122,8 +122,8 @@ def test_one_readers_end_leaves_the_others_lease(world: World) -> None:
 
 def test_acquiring_twice_renews_rather_than_adds(world: World) -> None:
     offer(world)
-    world.planner.answer_acquire(READER, make_acquire())
-    world.planner.answer_acquire(READER, make_acquire())
+    world.planner.answer(READER, make_acquire())
+    world.planner.answer(READER, make_acquire())
     release(world)
     world.assert_idle()
 
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_declined(
     world: World, changes: dict[str, object], reason: DeclineReason
 ) -> None:
     offer(world)
-    reply, effects = world.planner.answer_acquire(READER, make_acquire(**changes))
+    reply, effects = world.planner.answer(READER, make_acquire(**changes))
     assert isinstance(reply, Declined)
     assert (reply.reason, effects) == (reason, [])
 
@@ -152,7 +152,7 @@ def test_a_share_of_the_pool_bounds_what_is_held() -> None:
     for number in range(4):
         offer(world, TransferId(f"xfer-{number}"))
     assert world.pool.num_free == 16 - 6
-    reply, _ = world.planner.answer_acquire(READER, make_acquire(transfer_id="xfer-0"))
+    reply, _ = world.planner.answer(READER, make_acquire(transfer_id="xfer-0"))
     assert isinstance(reply, Declined)
     assert reply.reason is DeclineReason.PRESSURE
 
@@ -160,21 +160,19 @@ def test_a_share_of_the_pool_bounds_what_is_held() -> None:
 def test_an_offer_larger_than_the_share_is_still_made() -> None:
     world = make_world(num_blocks=16, max_held_share=0.25)
     offer(world, count=9)
-    assert isinstance(world.planner.answer_acquire(READER, make_acquire())[0], Granted)
+    assert isinstance(world.planner.answer(READER, make_acquire())[0], Granted)
 
 
 def test_pressure_takes_the_oldest_that_nobody_reads(world: World) -> None:
     offer(world, TransferId("xfer-0"), 1)
     offer(world, TransferId("xfer-1"), 1)
     offer(world, TransferId("xfer-2"), 1)
-    world.planner.answer_acquire(READER, make_acquire(transfer_id="xfer-0"))
+    world.planner.answer(READER, make_acquire(transfer_id="xfer-0"))
     num_freed, effects = world.planner.give_up_oldest(1)
     assert (num_freed, effects) == (1, [CountOfferEnd("pressure")])
-    reply, _ = world.planner.answer_acquire(READER, make_acquire(transfer_id="xfer-1"))
+    reply, _ = world.planner.answer(READER, make_acquire(transfer_id="xfer-1"))
     assert isinstance(reply, Declined)
-    assert isinstance(
-        world.planner.answer_acquire(READER, make_acquire(transfer_id="xfer-2"))[0], Granted
-    )
+    assert isinstance(world.planner.answer(READER, make_acquire(transfer_id="xfer-2"))[0], Granted)
 
 
 def test_a_transfer_id_is_used_once(world: World) -> None:

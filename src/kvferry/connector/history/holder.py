@@ -6,18 +6,13 @@ prompt's blocks, however old or wrong the hint was that sent it here. Not locked
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvferry.blocks.lease import LeaseLimits, LeaseTable
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.leases.active_readers import ActiveReaders
-from kvferry.connector.machine.effects import CountHistoryEnd, Effect
-from kvferry.connector.ports import BlockPort
+from kvferry.connector.leases.readers import ActiveReaders, ReaderLeases
+from kvferry.connector.machine.effects import CountHistoryEnd
+from kvferry.connector.transfers.context import RoleContext
 from kvferry.errors import CapacityError
-from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
     MAX_PARTIALS,
     AcquireHistory,
@@ -30,73 +25,41 @@ from kvferry.protocol.messages import (
 )
 
 EXPIRED = "expired"
-
-
-@dataclass(frozen=True, slots=True)
-class _ReaderLease:
-    """Which lease of which reader; both together name it."""
-
-    reader: str
-    transfer_id: TransferId
+REPLACED = "replaced"
 
 
 class HistoryHolder:
-    """All leases of peers that read a conversation back from here."""
+    """All leases of peers that read a conversation back from here, by the reader's own id."""
 
-    def __init__(
-        self, config: ExchangeConfig, blocks: BlockPort, serving: ActiveReaders, clock: Clock
-    ) -> None:
-        self._blocks = blocks
-        self._serving = serving
-        self._max_lease_s = config.max_lease_s
-        self._max_blocks = int(config.max_history_share * blocks.num_blocks)
-        limits = LeaseLimits(config.max_lease_s, 0, config.max_history_share)
-        self._leases = LeaseTable(blocks, clock, limits)
-        self._by_name: dict[_ReaderLease, LeaseId] = {}
-        self._name_of: dict[LeaseId, _ReaderLease] = {}
-        self.outcomes: Counter[str] = Counter()
+    def __init__(self, context: RoleContext, active: ActiveReaders) -> None:
+        self._context = context
+        max_share = context.config.max_history_share
+        self._max_blocks = int(max_share * context.blocks.num_blocks)
+        self.leases = ReaderLeases[TransferId](context, active, max_share)
 
-    @property
-    def num_leases(self) -> int:
-        """Leases in force."""
-        return self._leases.num_leases
-
-    @property
-    def num_blocks_leased(self) -> int:
-        """Distinct blocks under such a lease."""
-        return self._leases.num_blocks_leased
-
-    def acquire(
-        self, reader: str, message: AcquireHistory
-    ) -> tuple[Granted | Declined, list[Effect]]:
+    def acquire(self, reader: str, message: AcquireHistory) -> Granted | Declined:
         """Answer a reader: a lease on the leading blocks that are here, up to the share's cap.
 
-        A second acquire by the same name replaces the first.
+        A second acquire by the same id replaces the first.
         """
         if len(set(message.block_hashes)) != len(message.block_hashes):
-            return decline(DeclineReason.MALFORMED, "a block hash is named twice"), []
-        name = _ReaderLease(reader, message.transfer_id)
-        effects = self._end(name, "replaced")
-        found = self._blocks.acquire_cached(message.block_hashes[: self._max_blocks])
+            return decline(DeclineReason.MALFORMED, "a block hash is named twice")
+        self._end(reader, message.transfer_id, REPLACED)
+        blocks = self._context.blocks
+        found = blocks.acquire_cached(message.block_hashes[: self._max_blocks])
         partials = self._acquire_partials(message, found)
         held = [*found, *(partial.block for partial in partials)]
         try:
             if len(found) < max(1, message.min_blocks):
                 wanted = f"{max(1, message.min_blocks)} of {len(message.block_hashes)} were wanted"
                 detail = f"{len(found)} leading blocks are here, at least {wanted}"
-                return decline(DeclineReason.GONE, detail), effects
-            partials = partials[: max(0, self._leases.room(reader, found))]
-            leased = [*found, *(partial.block for partial in partials)]
-            lease = self._leases.grant(reader, leased, message.duration_s)
+                return decline(DeclineReason.GONE, detail)
+            partials = partials[: max(0, self.leases.room(reader, found))]
+            return self.leases.grant(reader, message.transfer_id, found, message, partials)
         except CapacityError as error:
-            return decline(DeclineReason.PRESSURE, str(error)), effects
+            return decline(DeclineReason.PRESSURE, str(error))
         finally:
-            self._blocks.drop(held)
-        self._by_name[name] = lease.lease_id
-        self._name_of[lease.lease_id] = name
-        effects += self._serving.begin(reader)
-        duration_s = min(message.duration_s, self._max_lease_s)
-        return Granted(lease.lease_id, duration_s, tuple(found), partials=partials), effects
+            blocks.drop(held)
 
     def _acquire_partials(
         self, message: AcquireHistory, found: Sequence[BlockNumber]
@@ -105,37 +68,27 @@ class HistoryHolder:
         if not message.want_partials or not found:
             return ()
         parent = message.block_hashes[len(found) - 1]
-        acquired = self._blocks.acquire_partials(parent, MAX_PARTIALS)
+        acquired = self._context.blocks.acquire_partials(parent, MAX_PARTIALS)
         # A reader may ask for anything: also for a partial block's hash, as if it were a full one.
-        self._blocks.drop([block for _, block in acquired if block in found])
+        self._context.blocks.drop([block for _, block in acquired if block in found])
         return tuple(
             PartialBlock(block, content.num_tokens, content.block_hash)
             for content, block in acquired
             if block not in found
         )
 
-    def release(self, reader: str, message: Release) -> list[Effect] | None:
-        """The reader is done; None if it has no such lease."""
-        name = _ReaderLease(reader, message.transfer_id)
-        return self._end(name, message.outcome) if name in self._by_name else None
+    def release(self, reader: str, message: Release) -> bool:
+        """The reader is done; return whether it had such a lease."""
+        return self._end(reader, message.transfer_id, message.outcome)
 
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """End the leases whose time is over."""
-        effects: list[Effect] = []
-        for lease in self._leases.expire():
-            name = self._name_of[lease.lease_id]
-            effects += self._end(name, EXPIRED)
-        return effects
+        for reader, transfer_id in self.leases.take_expired():
+            self._end(reader, transfer_id, EXPIRED)
 
-    def next_deadline_s(self) -> float | None:
-        """Return when ``tick`` has something to do, or None."""
-        return self._leases.next_expiry_s()
-
-    def _end(self, name: _ReaderLease, outcome: str) -> list[Effect]:
-        lease_id = self._by_name.pop(name, None)
-        if lease_id is None:
-            return []
-        del self._name_of[lease_id]
-        self._leases.release(lease_id)
-        self.outcomes[outcome] += 1
-        return [CountHistoryEnd(outcome), *self._serving.end(name.reader)]
+    def _end(self, reader: str, transfer_id: TransferId, outcome: str) -> bool:
+        if not self.leases.release(reader, transfer_id):
+            return False
+        self._context.count("history", outcome)
+        self._context.emit(CountHistoryEnd(outcome))
+        return True

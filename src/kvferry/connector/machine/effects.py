@@ -77,7 +77,6 @@ class PostRead(_Effect, frozen=True):
     transfer_id: TransferId
     local_blocks: tuple[BlockNumber, ...]
     remote_blocks: tuple[BlockNumber, ...]
-    block_digests: tuple[bytes, ...] = ()
 
 
 class PostWrite(_Effect, frozen=True):
@@ -137,6 +136,27 @@ class StopServing(_Effect, frozen=True):
     reader: str
 
 
+class CountReceive(_Effect, frozen=True):
+    """A receive ended; ``duration_s`` is there where it brought something, and is known."""
+
+    mode: str
+    outcome: str
+    num_bytes: int
+    duration_s: float | None
+    num_verified: int = 0
+    """Blocks whose digests were compared."""
+    num_unverified: int = 0
+    """Blocks whose digests were to be compared, and were not told."""
+
+
+class CountDropped(_Effect, frozen=True):
+    """A peer, a transfer or a clock said what has no rule in this state; it changed nothing."""
+
+    role: str
+    event: str
+    state: str
+
+
 class CountOfferEnd(_Effect, frozen=True):
     """An offer ended; ``outcome`` is a metric label."""
 
@@ -169,6 +189,8 @@ Effect = (
     | DisconnectPeer
     | StartServing
     | StopServing
+    | CountReceive
+    | CountDropped
     | CountOfferEnd
     | CountHistoryEnd
     | NotifyEngine

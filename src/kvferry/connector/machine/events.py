@@ -72,7 +72,6 @@ class ReadStatus(enum.StrEnum):
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = "corrupt"
 
 
 class ReadEnded(_Event, frozen=True):

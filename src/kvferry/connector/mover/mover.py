@@ -3,6 +3,8 @@
 Owns the control sockets, the transport's links and the timers. It waits in one poll on all sockets
 and a wake-up descriptor; only while a transfer runs does it turn by itself, backing off to one
 millisecond. Nothing here waits for an engine step, and no engine thread waits for anything here.
+Its parts tell what has happened to one queue of events; after each duty, ``_settle`` has the
+planner decide on them, and executes what was decided.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvferry.connector.decisions import Answer, Decisions, Question
 from kvferry.connector.machine.effects import (
     ContactPeer,
+    CountDropped,
     CountHistoryEnd,
     CountOfferEnd,
+    CountReceive,
     DisconnectPeer,
     DisconnectReader,
     Effect,
@@ -32,18 +34,18 @@ from kvferry.connector.machine.effects import (
     StopProgress,
     StopServing,
 )
-from kvferry.connector.machine.events import Event
 from kvferry.connector.mover.waker import Waker
 from kvferry.connector.peers.control import ControlContext, ControlServer, Received
-from kvferry.connector.peers.inbound import InboundPeers
+from kvferry.connector.peers.inbound import InboundPeers, reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.reads import Reads
 from kvferry.connector.peers.requests import Sendable
 from kvferry.connector.peers.writes import Writes
+from kvferry.connector.ports import LinkCounts
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
-from kvferry.protocol.messages import InstanceQuery
+from kvferry.protocol.messages import Hello, InstanceQuery, Message, Reply
 
 MIN_TURN_S = 0.0001
 MAX_TURN_S = 0.001
@@ -56,10 +58,11 @@ _logger = get_logger(__name__)
 
 
 class Mover:
-    """Executes what the planner decides. ``start``, then ``decide`` from any thread, ``close``."""
+    """Executes what the planner decides. ``start``, then ``close``."""
 
     def __init__(self, parts: MoverParts) -> None:
         self._parts = parts
+        self._planner = parts.planner
         self._context = ControlContext(parts.config.cluster_key)
         try:
             self._server = ControlServer(self._context, parts.config, self._count_malformed)
@@ -67,31 +70,18 @@ class Mover:
             self._context.close()
             raise
         self.control_address = self._server.address
-        self._decisions = Decisions()
-        self._is_executing = False
-        self._readers = InboundPeers(
-            parts.hello,
-            parts.transport,
-            parts.planner,
-            self._decisions,
-            self._execute,
-            parts.digester,
-            max_peers=parts.config.max_peers,
-        )
-        self._reads = Reads(parts.clock, parts.digester)
-        self._writes = Writes()
         self._requests: deque[Received] = deque()
         self._waker = Waker()
         self._is_torn_down = False
         self._poller = zmq.Poller()
-        self._holders = OutboundPeers(
-            parts=parts,
-            context=self._context,
-            poller=self._poller,
-            reads=self._reads,
-            handle=self._handle,
-            count_malformed=self._count_malformed,
+        self._reads = Reads(parts.clock, parts.events)
+        self._writes = Writes(parts.events)
+        self._inbound = InboundPeers(parts)
+        self._outbound = OutboundPeers(
+            parts, self._context, self._poller, self._reads, self._count_malformed
         )
+        self._planner.wake = self._waker.wake
+        self._planner.count_links = self._count_links
         self._stopping = False
         self._turn_s = MIN_TURN_S
         self._failure_rest_s = 0.0
@@ -100,43 +90,6 @@ class Mover:
     def start(self) -> None:
         """Start the thread; the control port answers from now on."""
         self._thread.start()
-
-    def submit(self, effects: Sequence[Effect]) -> None:
-        """Have ``effects`` executed soon, in order. Any thread."""
-        self._decisions.add(effects)
-        self._waker.wake()
-
-    def decide(
-        self,
-        decide: Callable[Question, Sequence[Effect]],
-        *args: Question.args,
-        **kwargs: Question.kwargs,
-    ) -> None:
-        """Have ``decide`` called, and what it returns executed soon, in order. Any thread.
-
-        Wakes the mover even for none: what the planner was told may have brought a deadline nearer.
-        """
-        self._decisions.make(decide, *args, **kwargs)
-        self._waker.wake()
-
-    def answer(
-        self,
-        decide: Callable[Question, tuple[Answer, Sequence[Effect]]],
-        *args: Question.args,
-        **kwargs: Question.kwargs,
-    ) -> Answer:
-        """Like ``decide``, for a decision that is also an answer; return that. Any thread."""
-        answer = self._decisions.answer(decide, *args, **kwargs)
-        self._waker.wake()
-        return answer
-
-    def num_resting_peers(self) -> int:
-        """Return how many lost peers are not tried again yet. Any thread."""
-        return self._holders.num_resting()
-
-    def num_served(self) -> int:
-        """Return for how many readers and transfers links are progressed right now. Any thread."""
-        return self._readers.num_served + self._holders.num_served
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread, end every link and free the control port. Safe to repeat."""
@@ -159,7 +112,7 @@ class Mover:
             while not self._stopping:
                 self._wait_or_rest()
                 self._turn()
-            self._execute()
+            self._settle()
         finally:
             self._tear_down()
 
@@ -183,55 +136,60 @@ class Mover:
     def _turn(self) -> None:
         """Do one turn of each duty. A bug met in one must not end the thread that all need."""
         duties = (
-            self._execute,
+            self._settle,
             self._answer_requests,
-            self._holders.hear,
-            self._poll_transfers,
-            self._readers.progress,
-            self._holders.progress,
-            self._holders.tell_quiet,
-            self._holders.send_late_releases,
-            self._act_on_deadlines,
+            self._outbound.hear,
+            self._poll_reads,
+            self._poll_writes,
+            self._inbound.progress,
+            self._outbound.progress,
+            self._outbound.tell_quiet,
+            self._outbound.send_late_releases,
+            self._planner.tick,
         )
         for duty in duties:
             try:
                 duty()
+                self._settle()
             except Exception:
                 _logger.exception("the mover failed in %s: a bug in kvferry", duty.__name__)
                 self._failure_rest_s = FAILURE_REST_S
 
-    def _poll_transfers(self) -> None:
-        self._handle(self._reads.poll())
-        self._holders.drop_broken()
-        self._handle(self._writes.poll())
-        self._drop_broken_readers()
+    def _poll_reads(self) -> None:
+        self._reads.poll()
+        self._settle()
+        self._outbound.drop_broken()
 
-    def _act_on_deadlines(self) -> None:
-        self._decisions.make(self._parts.planner.tick)
-        self._execute()
+    def _poll_writes(self) -> None:
+        self._writes.poll()
+        self._settle()
+        # A link on which a WRITE failed serves no more; its reader hears so, and connects anew.
+        for reader, link in self._writes.take_broken():
+            if self._inbound.link(reader) is link:
+                self._inbound.drop(reader)
+                self._planner.lose_reader(reader)
 
     def _wait_s(self) -> float:
         if self._failure_rest_s:
             rest_s, self._failure_rest_s = self._failure_rest_s, 0.0
             return rest_s
-        if self._decisions:
+        if self._planner.has_effects:
             return 0.0
         if self._is_transferring():
             wait_s, self._turn_s = self._turn_s, min(2 * self._turn_s, MAX_TURN_S)
             return wait_s
         self._turn_s = MIN_TURN_S
-        deadlines = [self._parts.planner.next_deadline_s()]
-        if self._reads.num_unquiet or self._holders.has_unquiet:
+        deadlines = [self._planner.next_deadline_s(), self._outbound.next_deadline_s()]
+        if self._reads.num_unquiet or self._writes.num_unquiet or self._outbound.has_unquiet:
             deadlines.append(self._parts.clock.monotonic_s() + UNQUIET_POLL_S)
-        deadlines.append(self._holders.next_deadline_s())
         due_s = min((d for d in deadlines if d is not None), default=None)
         if due_s is None:
             return MAX_WAIT_S
         return min(max(due_s - self._parts.clock.monotonic_s(), 0.0), MAX_WAIT_S) + MAX_TURN_S
 
     def _is_transferring(self) -> bool:
-        is_sending = self._writes.num_running > 0 or self._readers.is_serving
-        return is_sending or self._reads.num_running > 0 or self._holders.is_progressing
+        is_sending = self._writes.num_running > 0 or self._inbound.num_served > 0
+        return is_sending or self._reads.num_running > 0 or self._outbound.is_progressing
 
     def _answer_requests(self) -> None:
         self._requests.extend(self._server.receive())
@@ -242,34 +200,39 @@ class Mover:
             if isinstance(message, InstanceQuery):
                 self._server.reply(request, self._parts.describe(self.control_address))
                 continue
-            reply = self._readers.answer(request.identity, message)
+            reply = self._answer(request.identity, message)
             # A grant must have its link progressed before the reader can start.
-            self._execute()
+            self._settle()
             self._server.reply(request, reply)
             labels = (type(message).__name__.lower(), type(reply).__name__.lower())
             self._parts.metrics.control_requests.labels(*labels).inc()
 
+    def _answer(self, identity: bytes, message: Message) -> Reply:
+        if not isinstance(message, Hello):
+            return self._inbound.answer(identity, message)
+        # What the reader registered on an earlier link, it has given up with that link; and what
+        # was decided for the old link must not be executed on the new one.
+        self._planner.lose_reader(reader_name(message))
+        self._settle()
+        return self._inbound.greet(message)
+
     # -- effects --------------------------------------------------------------------------------
-    def _handle(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._decisions.make(self._parts.planner.handle, event)
-        self._execute()
+    def _settle(self) -> None:
+        """Have the planner decide on what has happened, and execute what was decided, the oldest
+        first, with all that this leads to."""
+        events = self._parts.events
+        while True:
+            if events:
+                self._planner.handle(events.popleft())
+            elif (effect := self._planner.take_effect()) is not None:
+                self._execute(effect)
+            else:
+                return
 
-    def _execute(self) -> None:
-        """Execute what was decided, the oldest first, and what that leads to."""
-        if self._is_executing:
-            return  # an effect led to more: they follow it
-        self._is_executing = True
-        try:
-            while (effect := self._decisions.take()) is not None:
-                self._execute_one(effect)
-        finally:
-            self._is_executing = False
-
-    def _execute_one(self, effect: Effect) -> None:
+    def _execute(self, effect: Effect) -> None:
         match effect:
             case _ if isinstance(effect, Sendable):
-                self._holders.send(effect)
+                self._outbound.send(effect)
             case PostRead() | PostWrite():
                 self._post(effect)
             case StartProgress() | StopProgress() | StartServing() | StopServing():
@@ -278,25 +241,38 @@ class Mover:
                 self._join_or_part(effect)
             case Notify():
                 self._notify(effect)
-            case CountOfferEnd() | CountHistoryEnd():
-                self._count_end(effect)
             case NotifyEngine():
                 self._parts.on_results()
+            case _:
+                self._count(effect)
 
-    def _count_end(self, effect: CountOfferEnd | CountHistoryEnd) -> None:
+    def _count(self, effect: Effect) -> None:
         metrics = self._parts.metrics
-        is_offer = isinstance(effect, CountOfferEnd)
-        (metrics.handoffs if is_offer else metrics.history_leases).labels(effect.outcome).inc()
+        match effect:
+            case CountOfferEnd():
+                metrics.handoffs.labels(effect.outcome).inc()
+            case CountHistoryEnd():
+                metrics.history_leases.labels(effect.outcome).inc()
+            case CountDropped():
+                metrics.dropped_events.labels(effect.role, effect.event).inc()
+            case CountReceive():
+                metrics.receives.labels(effect.mode, effect.outcome).inc()
+                metrics.verified_blocks.labels("compared").inc(effect.num_verified)
+                metrics.verified_blocks.labels("not_told").inc(effect.num_unverified)
+                if effect.num_bytes:
+                    metrics.transfer_bytes.labels("in", effect.mode).inc(effect.num_bytes)
+                if effect.duration_s is not None:
+                    metrics.transfer_s.labels(effect.mode).observe(effect.duration_s)
 
     def _post(self, effect: PostRead | PostWrite) -> None:
         self._turn_s = MIN_TURN_S
         num_blocks, transfer_id = len(effect.local_blocks), effect.transfer_id
         if isinstance(effect, PostRead):
             _logger.debug("reading %d blocks of %s", num_blocks, transfer_id)
-            self._handle(self._reads.post(effect, self._holders.link(effect.peer)))
+            self._reads.post(effect, self._outbound.link(effect.peer))
         else:
             _logger.debug("writing %d blocks of %s", num_blocks, transfer_id)
-            self._handle(self._writes.post(effect, self._readers.link(effect.reader)))
+            self._writes.post(effect, self._inbound.link(effect.reader))
 
     def _progress_or_not(
         self, effect: StartProgress | StopProgress | StartServing | StopServing
@@ -304,38 +280,34 @@ class Mover:
         self._turn_s = MIN_TURN_S
         match effect:
             case StartProgress():
-                self._holders.start_progress(effect.peer, effect.transfer_id)
+                self._outbound.start_progress(effect.peer, effect.transfer_id)
             case StopProgress():
-                self._holders.stop_progress(effect.peer, effect.transfer_id)
+                self._outbound.stop_progress(effect.peer, effect.transfer_id)
             case StartServing():
-                self._readers.start_serving(effect.reader)
+                self._inbound.start_serving(effect.reader)
             case StopServing():
-                self._readers.stop_serving(effect.reader)
+                self._inbound.stop_serving(effect.reader)
 
     def _join_or_part(self, effect: ContactPeer | DisconnectPeer | DisconnectReader) -> None:
         match effect:
             case ContactPeer():
-                self._holders.contact(effect.peer)
+                self._outbound.contact(effect.peer)
             case DisconnectPeer():
-                self._holders.disconnect(effect.peer, effect.transfer_id)
+                self._outbound.disconnect(effect.peer, effect.transfer_id)
             case DisconnectReader():
-                link = self._readers.link(effect.reader)
+                link = self._inbound.link(effect.reader)
                 if link is not None:
-                    self._handle(self._writes.end_link(link))
-                    self._readers.drop(effect.reader)
-
-    def _drop_broken_readers(self) -> None:
-        """A link on which a WRITE failed serves no more; its reader hears so, and connects anew."""
-        for reader, link in self._writes.take_broken():
-            if self._readers.link(reader) is link:
-                self._readers.drop(reader)
-                self._decisions.make(self._parts.planner.lose_reader, reader)
-        self._execute()
+                    self._writes.end_link(link)
+                    self._inbound.drop(effect.reader)
 
     def _notify(self, effect: Notify) -> None:
-        identity = self._readers.route(effect.transfer_id)
+        identity = self._inbound.route(effect.transfer_id)
         if identity is not None:
             self._server.notify(identity, effect.notice)
+
+    def _count_links(self) -> LinkCounts:
+        num_served = self._inbound.num_served + self._outbound.num_served
+        return LinkCounts(self._outbound.num_resting(), num_served)
 
     def _count_malformed(self, reason: str) -> None:
         self._parts.metrics.control_malformed.labels(reason).inc()
@@ -344,7 +316,9 @@ class Mover:
         if self._is_torn_down:
             return
         self._is_torn_down = True
-        self._holders.close()
-        self._readers.close()
+        self._outbound.end_links()
+        self._settle()
+        self._outbound.close()
+        self._inbound.close()
         self._server.close()
         self._context.close()

@@ -1,27 +1,21 @@
-"""The links of peers that read from this instance, and the answers to their messages.
+"""Peers that ask this instance: their links, and the answers to their messages.
 
 Runs on the mover's thread only. Bounded in number: the link that was idle longest gives way.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from kvferry.connector.decisions import Decisions
+from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.sessions import require_same_memory
-from kvferry.connector.planner import Planner
 from kvferry.errors import FerryError, IncompatiblePeerError
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     Acquire,
     AcquireHistory,
     DeclineReason,
-    Granted,
     Hello,
     HelloReply,
     Message,
@@ -31,25 +25,9 @@ from kvferry.protocol.messages import (
     Reply,
     decline,
 )
-from kvferry.transport.base import Link, Transport
+from kvferry.transport.base import Link
 
 MAX_ROUTES = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDigester:
-    """Digests of blocks in a block-first pool, for transfers that are verified."""
-
-    memory: memoryview
-    block_bytes: int
-
-    def digests(self, blocks: Sequence[BlockNumber]) -> tuple[bytes, ...]:
-        """Return 32 bytes per block: BLAKE2b-256 of its memory as it is now."""
-        size = self.block_bytes
-        return tuple(
-            hashlib.blake2b(self.memory[b * size : (b + 1) * size], digest_size=32).digest()
-            for b in blocks
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +39,13 @@ class _Route:
 
 
 class InboundPeers:
-    """Peers that have shaken hands to read here."""
+    """Peers that have shaken hands to read here, by name."""
 
-    def __init__(  # noqa: PLR0913 - what the mover shares with it
-        self,
-        own_hello: Hello,
-        transport: Transport,
-        planner: Planner,
-        decisions: Decisions,
-        execute: Callable[[], None],
-        digester: BlockDigester | None,
-        *,
-        max_peers: int,
-    ) -> None:
-        self._own_hello = own_hello
-        self._transport = transport
-        self._planner = planner
-        self._decisions = decisions
-        self._execute = execute
-        self._digester = digester
-        self._max_peers = max_peers
+    def __init__(self, parts: MoverParts) -> None:
+        self._parts = parts
         self._links: OrderedDict[str, Link] = OrderedDict()
         self._serving: set[str] = set()
         self._routes: OrderedDict[TransferId, _Route] = OrderedDict()
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether some reader may transfer right now."""
-        return bool(self._serving)
 
     @property
     def num_served(self) -> int:
@@ -119,22 +76,36 @@ class InboundPeers:
         route = self._routes.get(transfer_id)
         return route.identity if route is not None else None
 
+    def greet(self, hello: Hello) -> Reply:
+        """Answer a handshake. The planner has given up by now what the reader had registered."""
+        own = self._parts.hello
+        try:
+            # Named from the reader's side, since the refusal is for its eyes.
+            require_same_memory(hello, own)
+        except IncompatiblePeerError as error:
+            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
+        for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
+            self.drop(other)  # an earlier epoch, or an earlier link of this one
+        max_peers = self._parts.config.max_peers
+        if len(self._links) >= max_peers and not self._evict_one():
+            return decline(DeclineReason.PRESSURE, f"{max_peers} peers are connected")
+        return self._connect(reader_name(hello), hello)
+
     def answer(self, identity: bytes, message: Message) -> Reply:
-        """Return the reply to one message; what is to be done before is in the decisions."""
+        """Return the reply to a message from a peer that has shaken hands."""
         if isinstance(message, Register | Renew | Release):
             self._note_route(identity, message)
         match message:
-            case Hello():
-                return self._on_hello(message)
-            case Acquire() | AcquireHistory():
-                return self._on_acquire(message)
-            case Register():
-                return self._on_register(message)
-            case Renew():
-                return self._decisions.answer(self._planner.answer_renew, message)
-            case Release():
+            case Acquire() | AcquireHistory() | Register():
                 reader = reader_name(message)
-                return self._decisions.answer(self._planner.answer_release, reader, message)
+                if reader not in self._links:
+                    return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
+                self._links.move_to_end(reader)
+                return self._parts.planner.answer(reader, message)
+            case Renew():
+                return self._parts.planner.answer("", message)
+            case Release():
+                return self._parts.planner.answer(reader_name(message), message)
             case _:
                 name = type(message).__name__
                 return decline(DeclineReason.MALFORMED, f"{name} is not a request")
@@ -144,55 +115,23 @@ class InboundPeers:
         for reader in list(self._links):
             self.drop(reader)
 
-    def _on_hello(self, hello: Hello) -> Reply:
-        try:
-            # Named from the reader's side, since the refusal is for its eyes.
-            require_same_memory(hello, self._own_hello)
-        except IncompatiblePeerError as error:
-            return decline(DeclineReason.INCOMPATIBLE, str(error), error.field)
-        reader = reader_name(hello)
-        # What the reader registered on an earlier link, it has given up with that link.
-        self._decisions.make(self._planner.lose_reader, reader)
-        # What was decided for the old link must not be executed on the new one.
-        self._execute()
-        for other in [r for r in self._links if r.rsplit("/", 1)[0] == hello.instance_id]:
-            self.drop(other)  # an earlier epoch, or an earlier link of this one
-        if len(self._links) >= self._max_peers and not self._evict_one():
-            detail = f"{self._max_peers} peers are connected"
-            return decline(DeclineReason.PRESSURE, detail)
-        return self._connect(reader, hello)
+    def drop(self, reader: str) -> None:
+        """Disconnect ``reader``; it may shake hands again."""
+        link = self._links.pop(reader)
+        link.disconnect()
 
     def _connect(self, reader: str, hello: Hello) -> Reply:
-        link = self._transport.open_link(reader, peer_writes=False)
+        link = self._parts.transport.open_link(reader, peer_writes=False)
         try:
             link.connect(hello.transport_metadata)
         except FerryError as error:
             link.disconnect()
             return decline(DeclineReason.MALFORMED, str(error))
         self._links[reader] = link
-        own = self._own_hello
+        own = self._parts.hello
         return HelloReply(
             own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata
         )
-
-    def _on_acquire(self, message: Acquire | AcquireHistory) -> Reply:
-        reader = reader_name(message)
-        if reader not in self._links:
-            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
-        self._links.move_to_end(reader)
-        reply = self._decisions.answer(self._planner.answer_acquire, reader, message)
-        if isinstance(reply, Granted) and message.want_block_digests and self._digester:
-            blocks = (*reply.blocks, *(partial.block for partial in reply.partials))
-            digests = self._digester.digests(blocks)
-            reply = msgspec.structs.replace(reply, block_digests=digests)
-        return reply
-
-    def _on_register(self, message: Register) -> Reply:
-        reader = reader_name(message)
-        if reader not in self._links:
-            return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
-        self._links.move_to_end(reader)
-        return self._decisions.answer(self._planner.answer_register, reader, message)
 
     def _note_route(self, identity: bytes, message: Register | Renew | Release) -> None:
         transfer_id = message.transfer_id
@@ -214,11 +153,6 @@ class InboundPeers:
             return False
         self.drop(idle)
         return True
-
-    def drop(self, reader: str) -> None:
-        """Disconnect ``reader``; it may shake hands again."""
-        link = self._links.pop(reader)
-        link.disconnect()
 
 
 def reader_name(message: Hello | Acquire | AcquireHistory | Register | Release) -> str:

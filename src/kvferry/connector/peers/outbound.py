@@ -6,13 +6,12 @@ Bounded in number; a lost peer rests before it is tried again. Runs on the mover
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 
 import zmq
 
 from kvferry.connector.machine.effects import SendRelease
-from kvferry.connector.machine.events import Event, PeerLost, PeerQuiet
-from kvferry.connector.peers.control import ControlClient, ControlContext
+from kvferry.connector.machine.events import PeerLost, PeerQuiet
+from kvferry.connector.peers.control import ControlClient, ControlContext, CountMalformed
 from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.reads import Reads
 from kvferry.connector.peers.requests import Sendable
@@ -30,28 +29,23 @@ LOST_SESSION_REST_S = 1.0
 
 _logger = get_logger(__name__)
 
-HandleEvents = Callable[[Sequence[Event]], None]
-CountMalformed = Callable[[str], None]
-
 
 class OutboundPeers:
-    """Sessions with holders and senders, by address. ``handle`` takes what they report."""
+    """Sessions with holders and senders, by address. What they learn goes to the events."""
 
-    def __init__(  # noqa: PLR0913 - what the mover shares with it, by name
+    def __init__(
         self,
-        *,
         parts: MoverParts,
         context: ControlContext,
         poller: zmq.Poller,
         reads: Reads,
-        handle: HandleEvents,
         count_malformed: CountMalformed,
     ) -> None:
         self._parts = parts
         self._context = context
         self._poller = poller
         self._reads = reads
-        self._handle = handle
+        self._events = parts.events
         self._count_malformed = count_malformed
         self._sessions: dict[PeerAddress, Session] = {}
         self._progressing: dict[TransferId, PeerAddress] = {}
@@ -75,7 +69,8 @@ class OutboundPeers:
 
     def num_resting(self) -> int:
         """Return how many lost peers are not tried again yet. Callable from any thread."""
-        return sum(self._is_resting(session) for session in list(self._sessions.values()))
+        sessions = list(self._sessions.values())
+        return sum(self._is_resting(s) and not s.is_incompatible for s in sessions)
 
     def next_deadline_s(self) -> float | None:
         """Return when a session's peer owes its answer at the latest, or may be tried again for
@@ -95,13 +90,12 @@ class OutboundPeers:
     def send(self, effect: Sendable) -> None:
         """Send to the effect's peer, when the handshake is done."""
         try:
-            events = self._session(effect.peer).submit(effect)
+            self._events.extend(self._session(effect.peer).submit(effect))
         except FerryError as error:
             # Nothing was sent: what the peer was not told of, it can neither fill nor hold.
             lost = PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
-            is_release = isinstance(effect, SendRelease)
-            events = [] if is_release else [lost, PeerQuiet(effect.transfer_id)]
-        self._handle(events)
+            if not isinstance(effect, SendRelease):
+                self._events.extend((lost, PeerQuiet(effect.transfer_id)))
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""
@@ -129,8 +123,8 @@ class OutboundPeers:
         """Take in replies and notices; give up on peers that owe one for too long."""
         for session in list(self._sessions.values()):
             if not session.is_retired:
-                self._handle(session.receive())
-                self._handle(session.expire())
+                self._events.extend(session.receive())
+                self._events.extend(session.expire())
             if session.state is SessionState.FOUND:
                 self._take_over(session)
             if session.state is SessionState.LOST:
@@ -150,7 +144,7 @@ class OutboundPeers:
         for link, transfer_ids in unquiet:
             link.disconnect()  # again, where it could not be torn down before
             if link.is_quiet():
-                self._handle([PeerQuiet(transfer_id) for transfer_id in sorted(transfer_ids)])
+                self._events.extend(PeerQuiet(transfer_id) for transfer_id in sorted(transfer_ids))
             else:
                 self._unquiet.append((link, transfer_ids))
 
@@ -171,16 +165,18 @@ class OutboundPeers:
                 self._tear_down(session, ReceiveOutcome.FAILED, "its link has failed")
 
     def _tear_down(self, session: Session, outcome: ReceiveOutcome, detail: str) -> None:
-        self._handle(session.lose(outcome, detail))
+        self._events.extend(session.lose(outcome, detail))
         self._note_link_closed(session)
-        self._handle(self._reads.end_link(session.link))
+        self._reads.end_link(session.link)
         self._retire(session)
+
+    def end_links(self) -> None:
+        """End all that is posted. What that leads to may open sessions yet."""
+        for session in list(self._sessions.values()):
+            self._reads.end_link(session.link)
 
     def close(self) -> None:
         """End every session."""
-        # What that leads to may open sessions yet, whose sockets have to be closed, too.
-        for session in list(self._sessions.values()):
-            self._handle(self._reads.end_link(session.link))
         for session in self._sessions.values():
             session.link.disconnect()
             if not session.is_retired:
@@ -194,8 +190,10 @@ class OutboundPeers:
         return session is not None and session.state is SessionState.READY
 
     def _is_resting(self, session: Session) -> bool:
+        """Whether it is not tried again yet; one that does not fit, never under this epoch."""
         rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
-        return session.state is SessionState.LOST and rested_s < LOST_SESSION_REST_S
+        rests = rested_s < LOST_SESSION_REST_S or session.is_incompatible
+        return session.state is SessionState.LOST and rests
 
     def _session(self, peer: PeerAddress) -> Session:
         session = self._sessions.get(peer)
@@ -209,7 +207,7 @@ class OutboundPeers:
         # One that was lost may have restarted: as another epoch it must not hear our hello twice.
         opened = self._open_session(peer, was_lost=session is not None)
         for release in late_releases:
-            self._handle(opened.submit(release))
+            self._events.extend(opened.submit(release))
         return opened
 
     def _others(self, peer: PeerAddress) -> list[Session]:
@@ -237,10 +235,10 @@ class OutboundPeers:
         )
         if is_same_start:
             detail = "it is being talked to at another address"
-            self._handle(session.lose(ReceiveOutcome.DECLINED, detail))
+            self._events.extend(session.lose(ReceiveOutcome.DECLINED, detail))
             return
         for other in others:
-            self._handle(other.lose(ReceiveOutcome.GONE, "it has restarted or moved since"))
+            self._events.extend(other.lose(ReceiveOutcome.GONE, "it has restarted or moved since"))
         session.greet()
 
     def _is_in_use(self, session: Session) -> bool:
@@ -253,8 +251,10 @@ class OutboundPeers:
         Raises ``CapacityError`` where too many peers have not answered yet: a session has sockets
         and a link from its first hello on, whether anybody is there or not.
         """
+        incompatible = [s for s in self._sessions.values() if s.is_incompatible]
+        kept = incompatible[-self._parts.config.max_peers :]
         for other, session in list(self._sessions.items()):
-            if session.link_closed and not session.late_releases:
+            if session.link_closed and not session.late_releases and session not in kept:
                 del self._sessions[other]
         live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
         num_unanswered = sum(s.state is not SessionState.READY for s in live)
@@ -263,7 +263,7 @@ class OutboundPeers:
         idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
         if len(live) >= self._parts.config.max_peers and idle:
             oldest = min(idle, key=lambda s: s.last_used_s)
-            self._handle(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
+            self._events.extend(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
 
     def _open_session(self, peer: PeerAddress, *, was_lost: bool) -> Session:
         parts, own = self._parts, self._parts.hello
@@ -274,7 +274,7 @@ class OutboundPeers:
             client.close()
             raise
         hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
-        timeout_s, verifies = parts.config.control_timeout_s, parts.digester is not None
+        timeout_s, verifies = parts.config.control_timeout_s, parts.config.verify_blocks
         session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
         looks_first = was_lost or bool(self._others(peer))
         self._sessions[peer] = session

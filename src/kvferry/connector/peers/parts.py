@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.peers.inbound import BlockDigester
+from kvferry.connector.machine.events import Event
 from kvferry.connector.planner import Planner
 from kvferry.observe.metrics import ExchangeMetrics
 from kvferry.protocol.messages import Hello, InstanceInfo
@@ -24,7 +25,8 @@ class MoverParts:
     planner: Planner
     clock: Clock
     metrics: ExchangeMetrics
-    digester: BlockDigester | None
     describe: Callable[[str], InstanceInfo]
     """Control address → the answer to ``InstanceQuery``."""
     on_results: Callable[[], None] = field(default=lambda: None)
+    events: deque[Event] = field(default_factory=deque)
+    """What has happened, for the planner: parts add to it, the mover takes out."""

@@ -39,6 +39,7 @@ def to_request(effect: Sendable, own: Hello, *, want_block_digests: bool) -> Req
                 first_block=effect.first_block,
                 blocks=effect.blocks,
                 timeout_s=effect.timeout_s,
+                want_block_digests=want_block_digests,
             )
         case SendRenew():
             return Renew(effect.transfer_id, effect.peer.epoch, effect.duration_s)

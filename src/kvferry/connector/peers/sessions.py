@@ -129,6 +129,12 @@ class Session:
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
 
     @property
+    def is_incompatible(self) -> bool:
+        """Whether it was lost since the peer has other memory: this start of it always will."""
+        is_lost = self.state is SessionState.LOST
+        return is_lost and self.lost_outcome is ReceiveOutcome.INCOMPATIBLE
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits for an answer."""
         return not (self._awaited or self._outbox or self.pushes)

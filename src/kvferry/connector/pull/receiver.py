@@ -1,23 +1,17 @@
-"""The receiver's half of the planner: receives in hand, their deadlines, their ends.
+"""The receiver's half of a pull, and of a read-back: what is asked for, READ, and when it ends.
 
-Decides by the table in ``pull``; moves nothing itself. Not locked: ``Planner`` is.
+Decides by ``table.RECEIVER``; moves nothing itself. Not locked: ``Planner`` is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.blocks.lease import READER_MARGIN_S, reader_deadline_s
-from kvferry.blocks.quarantine import Quarantine
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
-    Effect,
-    NotifyEngine,
     PostRead,
     SendAcquire,
     SendAcquireHistory,
@@ -26,13 +20,20 @@ from kvferry.connector.machine.effects import (
 )
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE
-from kvferry.connector.ports import BlockPort, PromptIdentity, ReceiveOutcome, ReceiveResult
+from kvferry.connector.ports import HISTORY_MODE, PromptIdentity, ReceiveOutcome
 from kvferry.connector.pull.table import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
+from kvferry.connector.transfers.context import RoleContext
+from kvferry.connector.transfers.incoming import Incoming, IncomingTransfers
 from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import Declined, Granted, PartialBlock, ReleaseOutcome
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.messages import (
+    Declined,
+    DeclineReason,
+    Granted,
+    ReleaseOutcome,
+)
+from kvferry.protocol.params import Mode, PeerAddress
 
 PullEvent = AcquireAnswered | PeerLost | ReadEnded
 
@@ -42,173 +43,143 @@ _RELEASE_OUTCOME = {
     ReceiveEvent.CANCELLED: ReleaseOutcome.CANCELLED,
 }
 
-_EVENT_OF_READ = {
-    ReadStatus.FAILED: ReceiveEvent.READ_FAILED,
-    ReadStatus.CORRUPT: ReceiveEvent.READ_CORRUPT,
-}
 
-
-@dataclass(slots=True)
-class _Receive:
+@dataclass(slots=True, eq=False, kw_only=True)
+class PullReceive(Incoming):
     """One receive in hand: of a handoff (``source`` is its prompt) or of a history."""
 
-    transfer_id: TransferId
-    peer: PeerAddress
     source: PromptIdentity | HistoryWish
     timeout_s: float
-    next_renew_s: float = float("inf")
     state: ReceiveState = RECEIVER.initial
+    next_renew_s: float = float("inf")
     num_renewals: int = 0
-    blocks: tuple[BlockNumber, ...] = ()
-    first_block: int = 0
-    started_s: float = 0.0
-    deadline_s: float = float("inf")
     lease_deadline_s: float = float("inf")
-    granted: Granted | None = None
-    partial: PartialBlock | None = None
-    """Of a history: what the last of ``blocks`` is filled with, if that is a part only."""
-    outcome: ReceiveOutcome = ReceiveOutcome.FAILED
-    detail: str = ""
-    num_bytes: int = 0
-    end_of_request: ReleaseOutcome = field(default=ReleaseOutcome.FAILED)
+    remote_blocks: tuple[BlockNumber, ...] = ()
+    """The holder's, under a lease."""
+    block_digests: tuple[bytes, ...] = ()
+    """Of those, where the holder tells them."""
 
 
 class PullReceiver:
-    """All receives of one instance."""
+    """All receives of one instance that READ."""
 
-    def __init__(
-        self, config: ExchangeConfig, blocks: BlockPort, quarantine: Quarantine, clock: Clock
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._quarantine = quarantine
-        self._clock = clock
-        self._receives: dict[TransferId, _Receive] = {}
-        self._results: list[ReceiveResult] = []
+    def __init__(self, context: RoleContext, incoming: IncomingTransfers) -> None:
+        self._context = context
+        self._config = context.config
+        self._incoming = incoming
         self._num_histories = 0
-        self.outcomes: Counter[str] = Counter()
 
-    def __contains__(self, transfer_id: TransferId) -> bool:
-        """Return whether ``transfer_id`` is being received, or in quarantine."""
-        return transfer_id in self._receives
-
-    @property
-    def num_receives(self) -> int:
-        """Receives that are not closed, quarantined ones included."""
-        return len(self._receives)
-
-    def begin(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
-    ) -> list[Effect]:
-        """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
-        next_renew_s = self._clock.monotonic_s() + self._config.heartbeat_interval_s
-        self._receives[transfer_id] = _Receive(
-            transfer_id, peer, prompt, self._config.receive_timeout_s, next_renew_s
+    # -- the engine's calls -------------------------------------------------------------------
+    def begin(self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity) -> None:
+        """See ``ConnectorPort.begin_receive``."""
+        receive = PullReceive(
+            transfer_id=transfer_id,
+            peer=peer,
+            mode=Mode.PULL,
+            source=prompt,
+            timeout_s=self._config.receive_timeout_s,
+            next_renew_s=self._context.now_s() + self._config.heartbeat_interval_s,
         )
-        return [ContactPeer(peer)]
+        self._incoming.add(receive)
+        self._context.emit(ContactPeer(peer))
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> tuple[TransferId, list[Effect]]:
+    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
         """See ``ConnectorPort.read_history``."""
         self._num_histories += 1
         # Told apart from a router's ids, and from those of an earlier start.
         transfer_id = TransferId(f"history-{self._config.epoch:x}-{self._num_histories}")
-        self._receives[transfer_id] = _Receive(
-            transfer_id, peer, wish, self._config.history_timeout_s
+        receive = PullReceive(
+            transfer_id=transfer_id,
+            peer=peer,
+            mode=HISTORY_MODE,
+            source=wish,
+            timeout_s=self._config.history_timeout_s,
         )
-        return transfer_id, self.receive(transfer_id, wish.blocks, 0)
+        self._incoming.hold(receive, wish.blocks)
+        self._incoming.add(receive)
+        self._start(receive)
+        return transfer_id
 
     def receive(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
-    ) -> list[Effect]:
+        self, receive: PullReceive, blocks: Sequence[BlockNumber], first_block: int
+    ) -> None:
         """See ``ConnectorPort.receive``."""
-        receive = self._receives.get(transfer_id)
-        if receive is None or receive.state is not ReceiveState.ANNOUNCED:
-            raise LocalProtocolError(f"receive of {transfer_id} was not begun, or is under way")
-        receive.blocks = tuple(blocks)
+        if receive.state is not ReceiveState.ANNOUNCED:
+            raise LocalProtocolError(f"receive of {receive.transfer_id} is under way")
+        self._incoming.hold(receive, blocks)
         receive.first_block = first_block
-        receive.started_s = self._clock.monotonic_s()
+        self._start(receive)
+
+    def _start(self, receive: PullReceive) -> None:
+        receive.started_s = self._context.now_s()
         receive.deadline_s = receive.started_s + receive.timeout_s
-        effects = self._step(receive, ReceiveEvent.BLOCKS_GIVEN)
-        if self._quarantine.is_closed_to(receive.peer.instance_id):
-            receive.outcome = ReceiveOutcome.DECLINED
-            receive.detail = "too many blocks are in quarantine to start another with this peer"
-            return self._step(receive, ReceiveEvent.DEADLINE)
-        return effects
+        is_refused = self._incoming.is_closed_to(receive)
+        self._step(receive, ReceiveEvent.REFUSED if is_refused else ReceiveEvent.BLOCKS_GIVEN)
 
-    def end(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
+    def end(self, receive: PullReceive, *, needed: bool) -> None:
         """See ``ConnectorPort.end_receive``."""
-        receive = self._receives.get(transfer_id)
-        # A result that was not collected yet is of no use any more.
-        self._results = [r for r in self._results if r.transfer_id != transfer_id]
-        if receive is None:
-            return []
-        event = ReceiveEvent.CANCELLED if needed else ReceiveEvent.NOT_NEEDED
-        return self._step(receive, event)
+        self._step(receive, ReceiveEvent.CANCELLED if needed else ReceiveEvent.NOT_NEEDED)
 
-    def take_results(self) -> list[ReceiveResult]:
-        """See ``ConnectorPort.take_results``."""
-        results, self._results = self._results, []
-        return results
-
-    def handle(self, event: PullEvent) -> list[Effect]:
-        """Take in what the mover reports. Events of receives that are closed are ignored."""
-        receive = self._receives.get(event.transfer_id)
-        if receive is None:
-            return []
+    # -- the mover's events -------------------------------------------------------------------
+    def handle(self, receive: PullReceive, event: PullEvent) -> None:
+        """Take in what the mover reports of a receive."""
         match event:
             case AcquireAnswered():
-                return self._on_answer(receive, event)
+                self._on_answer(receive, event)
             case PeerLost():
                 receive.outcome, receive.detail = event.outcome, event.detail
-                return self._step(receive, ReceiveEvent.PEER_LOST)
+                self._step(receive, ReceiveEvent.PEER_LOST)
             case ReadEnded():
-                return self._on_read_ended(receive, event)
+                self._on_read_ended(receive, event)
 
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """Act on the deadlines that have passed."""
-        now_s = self._clock.monotonic_s()
-        effects: list[Effect] = []
-        for receive in list(self._receives.values()):
+        now_s = self._context.now_s()
+        for receive in self._incoming.of_kind(PullReceive):
             if receive.state is ReceiveState.ANNOUNCED:
-                effects += self._renew(receive, now_s)
+                self._renew(receive, now_s)
             elif now_s >= receive.deadline_s:
-                effects += self._on_deadline(receive)
-        return effects
+                self._on_deadline(receive)
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
         deadlines = [
             r.next_renew_s if r.state is ReceiveState.ANNOUNCED else r.deadline_s
-            for r in self._receives.values()
+            for r in self._incoming.of_kind(PullReceive)
         ]
         return min(deadlines, default=None)
 
-    def _renew(self, receive: _Receive, now_s: float) -> list[Effect]:
+    # -- decisions ----------------------------------------------------------------------------
+    def _renew(self, receive: PullReceive, now_s: float) -> None:
         if now_s < receive.next_renew_s:
-            return []
+            return
         receive.num_renewals += 1
         if receive.num_renewals > self._config.max_renewals:
             receive.next_renew_s = float("inf")
-            return []
+            return
         receive.next_renew_s = now_s + self._config.heartbeat_interval_s
         lease_s = self._config.handoff_lease_s
-        return [SendRenew(receive.peer, receive.transfer_id, lease_s)]
+        self._context.emit(SendRenew(receive.peer, receive.transfer_id, lease_s))
 
-    def _on_deadline(self, receive: _Receive) -> list[Effect]:
+    def _on_deadline(self, receive: PullReceive) -> None:
         if receive.state is ReceiveState.QUARANTINED:
-            receive.deadline_s += self._config.quarantine_grace_s
-            return self._step(receive, ReceiveEvent.GRACE_OVER)
+            self._step(receive, ReceiveEvent.GRACE_OVER)
+            return
         receive.outcome = ReceiveOutcome.SLOW
         receive.detail = f"not received within {receive.timeout_s} s"
-        return self._step(receive, ReceiveEvent.DEADLINE)
+        self._step(receive, ReceiveEvent.DEADLINE)
 
-    def _on_answer(self, receive: _Receive, event: AcquireAnswered) -> list[Effect]:
-        if isinstance(event.reply, Declined):
-            receive.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
-            receive.detail = event.reply.detail
-            return self._step(receive, ReceiveEvent.DECLINED)
-        num_granted = len(event.reply.blocks)
-        num_expected = len(receive.blocks)
+    def _on_answer(self, receive: PullReceive, event: AcquireAnswered) -> None:
+        reply = event.reply
+        if isinstance(reply, Declined):
+            receive.outcome, receive.detail = OUTCOME_OF_DECLINE[reply.reason], reply.detail
+            is_mismatch = reply.reason is DeclineReason.MISMATCH
+            self._step(receive, ReceiveEvent.MISMATCHED if is_mismatch else ReceiveEvent.DECLINED)
+            return
+        if receive.state is not ReceiveState.ACQUIRING:
+            self._step(receive, ReceiveEvent.GRANTED)  # too late, or twice: it has no rule
+            return
+        num_granted, num_expected = len(reply.blocks), len(receive.blocks)
         if isinstance(receive.source, HistoryWish):
             num_expected = min(max(1, num_granted), len(receive.source.hashes))
         if num_granted != num_expected:
@@ -216,76 +187,71 @@ class PullReceiver:
             receive.detail = (
                 f"the peer granted {num_granted} blocks where {num_expected} were expected"
             )
-            return self._step(receive, ReceiveEvent.PEER_LOST)
+            self._step(receive, ReceiveEvent.PEER_LOST)
+            return
+        receive.remote_blocks = reply.blocks
+        receive.block_digests = reply.block_digests[:num_granted]
         if isinstance(receive.source, HistoryWish):
-            self._trim(receive, receive.source, event.reply)
-        receive.granted = event.reply
-        receive.lease_deadline_s = reader_deadline_s(event.sent_s, event.reply.duration_s)
-        return self._step(receive, ReceiveEvent.GRANTED)
+            self._trim(receive, receive.source, reply)
+        receive.lease_deadline_s = reader_deadline_s(event.sent_s, reply.duration_s)
+        self._step(receive, ReceiveEvent.GRANTED)
 
-    def _trim(self, receive: _Receive, wish: HistoryWish, granted: Granted) -> None:
+    def _trim(self, receive: PullReceive, wish: HistoryWish, granted: Granted) -> None:
         """The holder may have less than was asked for: the other blocks are not touched."""
         count = len(granted.blocks)
-        receive.partial = wish.fitting(count, granted.partials)
-        if receive.partial is not None:
-            count += 1
-        self._blocks.drop(receive.blocks[count:])
-        receive.blocks = receive.blocks[:count]
+        partial = wish.fitting(count, granted.partials)
+        if partial is not None:
+            index = count + granted.partials.index(partial)
+            receive.remote_blocks += (partial.block,)
+            receive.block_digests += granted.block_digests[index : index + 1]
+            receive.num_partial_tokens = partial.num_tokens
+        self._incoming.drop(receive, len(receive.remote_blocks))
 
-    def _on_read_ended(self, receive: _Receive, event: ReadEnded) -> list[Effect]:
+    def _on_read_ended(self, receive: PullReceive, event: ReadEnded) -> None:
         receive.num_bytes, receive.detail = event.num_bytes, event.detail
-        if event.status is not ReadStatus.DONE:
-            corrupt = event.status is ReadStatus.CORRUPT
-            receive.outcome = ReceiveOutcome.CORRUPT if corrupt else ReceiveOutcome.FAILED
-            return self._step(receive, _EVENT_OF_READ[event.status])
-        if event.ended_s >= receive.lease_deadline_s:
+        if event.status is ReadStatus.FAILED:
+            receive.outcome = ReceiveOutcome.FAILED
+            self._step(receive, ReceiveEvent.READ_FAILED)
+        elif event.ended_s >= receive.lease_deadline_s:
             receive.outcome = ReceiveOutcome.EXPIRED
             receive.detail = "the lease ended before the READ did"
-            return self._step(receive, ReceiveEvent.READ_TOO_LATE)
-        receive.outcome = ReceiveOutcome.RECEIVED
-        return self._step(receive, ReceiveEvent.READ_DONE)
+            self._step(receive, ReceiveEvent.READ_TOO_LATE)
+        elif not self._incoming.is_intact(receive, receive.blocks, receive.block_digests):
+            self._step(receive, ReceiveEvent.READ_CORRUPT)
+        else:
+            receive.outcome = ReceiveOutcome.RECEIVED
+            self._step(receive, ReceiveEvent.READ_DONE)
 
-    def _step(self, receive: _Receive, event: ReceiveEvent) -> list[Effect]:
-        rule = RECEIVER.step(receive.state, event)
-        receive.state = rule.next_state
-        if event in _RELEASE_OUTCOME:
-            receive.end_of_request = _RELEASE_OUTCOME[event]
-        effects: list[Effect] = []
-        for action in rule.actions:
-            effects += self._act(receive, action)
+    def _step(self, receive: PullReceive, event: ReceiveEvent) -> None:
+        receive.release_outcome = _RELEASE_OUTCOME.get(event, receive.release_outcome)
+        self._context.run(RECEIVER, receive, event, lambda action, _: self._act(receive, action))
         if receive.state is RECEIVER.final:
-            self._receives.pop(receive.transfer_id, None)
-        return effects
+            self._incoming.close(receive)
 
-    def _act(self, receive: _Receive, action: ReceiveAction) -> list[Effect]:
+    def _act(self, receive: PullReceive, action: ReceiveAction) -> None:
+        peer, transfer_id = receive.peer, receive.transfer_id
         match action:
-            case ReceiveAction.HOLD_BLOCKS:
-                self._blocks.hold(receive.blocks)
-            case ReceiveAction.DROP_BLOCKS:
-                self._blocks.drop(receive.blocks)
-            case ReceiveAction.QUARANTINE_BLOCKS:
-                self._enter_quarantine(receive)
-            case ReceiveAction.LEAVE_QUARANTINE:
-                self._quarantine.leave(receive.transfer_id)
-            case ReceiveAction.REPORT:
-                return self._report(receive)
             case ReceiveAction.SEND_ACQUIRE:
-                return [self._acquire(receive)]
+                self._context.emit(self._acquire(receive))
             case ReceiveAction.POST_READ:
-                return [self._post_read(receive)]
+                local, remote = receive.blocks, receive.remote_blocks
+                self._context.emit(PostRead(peer, transfer_id, local, remote))
+            case ReceiveAction.DROP_BLOCKS:
+                self._incoming.drop(receive)
+            case ReceiveAction.QUARANTINE_BLOCKS:
+                self._incoming.enter_quarantine(receive)
+            case ReceiveAction.LEAVE_QUARANTINE:
+                self._incoming.leave_quarantine(receive, receive.generation)
+            case ReceiveAction.START_GRACE:
+                self._incoming.start_grace(receive)
+            case ReceiveAction.REPORT:
+                self._incoming.report(receive)
             case ReceiveAction.SEND_RELEASE:
-                return [SendRelease(receive.peer, receive.transfer_id, receive.end_of_request)]
+                self._context.emit(SendRelease(peer, transfer_id, receive.release_outcome))
             case ReceiveAction.DISCONNECT_PEER:
-                return [DisconnectPeer(receive.peer, receive.transfer_id)]
-        return []
+                self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _enter_quarantine(self, receive: _Receive) -> None:
-        # The quarantine takes its own reference before the receive's is dropped.
-        self._quarantine.enter(receive.transfer_id, receive.peer.instance_id, receive.blocks)
-        self._blocks.drop(receive.blocks)
-        receive.deadline_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
-
-    def _acquire(self, receive: _Receive) -> SendAcquire | SendAcquireHistory:
+    def _acquire(self, receive: PullReceive) -> SendAcquire | SendAcquireHistory:
         peer, transfer_id, source = receive.peer, receive.transfer_id, receive.source
         duration_s = receive.timeout_s + 2 * READER_MARGIN_S
         if isinstance(source, HistoryWish):
@@ -294,35 +260,3 @@ class PullReceiver:
         return SendAcquire(
             peer, transfer_id, source.num_tokens, source.digest, duration_s, receive.first_block
         )
-
-    def _post_read(self, receive: _Receive) -> PostRead:
-        granted = receive.granted
-        if granted is None:  # pragma: no cover - the table posts only after a grant
-            raise LocalProtocolError("a READ was to be posted before a lease was granted")
-        remote, digests = granted.blocks, granted.block_digests[: len(granted.blocks)]
-        if receive.partial is not None:
-            index = len(remote) + granted.partials.index(receive.partial)
-            remote, digests = (
-                (*remote, receive.partial.block),
-                (*digests, *granted.block_digests[index : index + 1]),
-            )
-        return PostRead(receive.peer, receive.transfer_id, receive.blocks, remote, digests)
-
-    def _report(self, receive: _Receive) -> list[Effect]:
-        received = receive.outcome is ReceiveOutcome.RECEIVED
-        self.outcomes[receive.outcome] += 1
-        self._results.append(
-            ReceiveResult(
-                receive.transfer_id,
-                receive.outcome,
-                receive.detail,
-                num_bytes=receive.num_bytes if received else 0,
-                num_blocks=len(receive.blocks) if received else 0,
-                num_partial_tokens=receive.partial.num_tokens
-                if received and receive.partial is not None
-                else 0,
-                started_s=receive.started_s,
-                finished_s=self._clock.monotonic_s(),
-            )
-        )
-        return [NotifyEngine()]

@@ -1,38 +1,32 @@
-"""The sender's half of the planner: offers in hand, their holds, their readers' leases.
+"""The sender's half of a pull: offers in hand and their readers' leases.
 
-Decides by the table in ``pull``; moves nothing itself. Not locked: ``Planner`` is.
+Decides by ``table.SENDER``; moves nothing itself. Not locked: ``Planner`` is.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.leases.active_readers import ActiveReaders
-from kvferry.connector.leases.handoff import HandoffLeases
-from kvferry.connector.machine.effects import CountOfferEnd, Effect
-from kvferry.connector.ports import BlockPort, PromptIdentity
+from kvferry.connector.leases.readers import ActiveReaders, ReaderLeases
+from kvferry.connector.machine.effects import CountOfferEnd
+from kvferry.connector.ports import PromptIdentity
 from kvferry.connector.pull.table import SENDER, OfferAction, OfferEvent, OfferState
-from kvferry.errors import CapacityError, FerryError
-from kvferry.protocol.ids import BlockNumber, LeaseId, TransferId
+from kvferry.connector.transfers.context import RoleContext
+from kvferry.connector.transfers.outgoing import End, Outgoing, OutgoingTransfers
+from kvferry.errors import CapacityError
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
     Acquire,
     Declined,
     DeclineReason,
     Granted,
     Release,
-    Released,
     ReleaseOutcome,
     Renew,
     Renewed,
     decline,
 )
-
-MAX_REMEMBERED_ENDS = 4096
 
 _EVENT_OF_RELEASE = {
     ReleaseOutcome.READ: OfferEvent.READ,
@@ -40,186 +34,142 @@ _EVENT_OF_RELEASE = {
     ReleaseOutcome.CANCELLED: OfferEvent.CANCELLED,
     ReleaseOutcome.FAILED: OfferEvent.READER_FAILED,
 }
-
 _DECLINE_OF_END = {
-    OfferEvent.EXPIRED: DeclineReason.EXPIRED,
-    OfferEvent.PRESSURE: DeclineReason.PRESSURE,
+    OfferEvent.EXPIRED.value: DeclineReason.EXPIRED,
+    OfferEvent.PRESSURE.value: DeclineReason.PRESSURE,
 }
 
 
-@dataclass(slots=True)
-class _Offer:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Offer(Outgoing):
     """One finished prefill, held for its readers."""
 
-    transfer_id: TransferId
-    prompt: PromptIdentity
-    blocks: tuple[BlockNumber, ...]
+    role: PullSender
     state: OfferState = SENDER.initial
-    readers: dict[str, LeaseId] = field(default_factory=dict)
+    readers: set[str] = field(default_factory=set)
+    """Those with a lease."""
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether nobody reads it."""
+        return self.state is OfferState.HELD and not self.readers
+
+    def give_way(self) -> None:
+        """End it for want of blocks."""
+        self.role.step(self, OfferEvent.PRESSURE)
+
+    def expire(self) -> None:
+        """Its time is over; a reader's own lease may still run."""
+        self.role.step(self, OfferEvent.EXPIRED)
 
 
 class PullSender:
     """All offers of one instance."""
 
     def __init__(
-        self,
-        config: ExchangeConfig,
-        blocks: BlockPort,
-        holds: HandoffLeases,
-        serving: ActiveReaders,
-        clock: Clock,
+        self, context: RoleContext, outgoing: OutgoingTransfers, active: ActiveReaders
     ) -> None:
-        self._config = config
-        self._holds = holds
-        self._serving = serving
-        limits = LeaseLimits(config.max_lease_s, config.max_renewals, config.max_reader_share)
-        self._leases = LeaseTable(blocks, clock, limits)
-        self._offers: OrderedDict[TransferId, _Offer] = OrderedDict()
-        self._transfer_of_lease: dict[LeaseId, TransferId] = {}
-        self._ends: OrderedDict[TransferId, OfferEvent] = OrderedDict()
-        self.outcomes: Counter[str] = Counter()
-
-    def __contains__(self, transfer_id: TransferId) -> bool:
-        """Return whether ``transfer_id`` is, or was lately, an offer."""
-        return transfer_id in self._offers or transfer_id in self._ends
-
-    @property
-    def num_offers(self) -> int:
-        """Offers held or still being read."""
-        return len(self._offers)
-
-    @property
-    def num_blocks_leased(self) -> int:
-        """Blocks under a reader's lease."""
-        return self._leases.num_blocks_leased
+        self._context = context
+        self._outgoing = outgoing
+        self.leases = ReaderLeases[Offer](context, active, context.config.max_reader_share)
 
     def offer(
         self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
-    ) -> list[Effect]:
-        """See ``ConnectorPort.offer``; the planner has checked that the id is free. Oldest unread
-        offers give way to a new one."""
-        effects = self._holds.take(transfer_id, blocks)
-        self._offers[transfer_id] = _Offer(transfer_id, prompt, tuple(blocks))
-        return effects
+    ) -> None:
+        """See ``ConnectorPort.offer``. Oldest unread offers give way to a new one."""
+        offer = Offer(transfer_id=transfer_id, prompt=prompt, role=self)
+        self._outgoing.add(offer, blocks)
+        self._outgoing.hold(offer)
 
-    def withdraw(self, transfer_id: TransferId) -> list[Effect]:
+    def withdraw(self, offer: Offer) -> None:
         """See ``ConnectorPort.withdraw``."""
-        offer = self._offers.get(transfer_id)
-        return self._step(offer, OfferEvent.WITHDRAWN) if offer else []
+        self.step(offer, OfferEvent.WITHDRAWN)
 
-    def give_up_oldest(self, num_blocks: int) -> tuple[int, list[Effect]]:
-        """See ``ConnectorPort.give_up_oldest``; also returns what is to be done."""
-        effects: list[Effect] = []
-        num_freed = 0
-        for offer in list(self._offers.values()):
-            if num_freed >= num_blocks:
-                break
-            if offer.state is OfferState.HELD and not offer.readers:
-                num_freed += len(offer.blocks)
-                effects += self._step(offer, OfferEvent.PRESSURE)
-        return num_freed, effects
-
-    def acquire(self, reader: str, message: Acquire) -> tuple[Granted | Declined, list[Effect]]:
+    # -- the receiver's messages --------------------------------------------------------------
+    def acquire(self, reader: str, message: Acquire) -> Granted | Declined:
         """Answer a reader that wants an offer's blocks."""
-        offer = self._offers.get(message.transfer_id)
+        offer = self._outgoing.find(message.transfer_id, Offer)
         if offer is None or offer.state is not OfferState.HELD:
-            return self._decline_missing(message.transfer_id), []
+            return self._decline_missing(message.transfer_id)
         refusal = _check(offer, message)
         if refusal is not None:
-            return refusal, []
-        wanted = offer.blocks[message.first_block :]
-        effects = self._release_reader(offer, reader)
-        try:
-            lease = self._leases.grant(reader, wanted, message.duration_s)
-        except CapacityError as error:
-            return decline(DeclineReason.PRESSURE, str(error)), effects
-        offer.readers[reader] = lease.lease_id
-        self._transfer_of_lease[lease.lease_id] = offer.transfer_id
-        effects += self._serving.begin(reader)
-        duration_s = min(message.duration_s, self._config.max_lease_s)
-        return Granted(lease.lease_id, duration_s, wanted), effects
+            return refusal
+        answer: list[Granted | Declined] = []
+        SENDER.run(
+            offer,
+            OfferEvent.ACQUIRED,
+            lambda *_: answer.append(self._grant(offer, reader, message)),
+        )
+        return answer[0]
 
     def renew(self, message: Renew) -> Renewed | Declined:
         """Answer a receiver's heartbeat."""
-        offer = self._offers.get(message.transfer_id)
+        offer = self._outgoing.find(message.transfer_id, Offer)
         if offer is None or offer.state is not OfferState.HELD:
             return self._decline_missing(message.transfer_id)
+        lasts_s: list[float] = []
         try:
-            return Renewed(self._holds.renew(offer.transfer_id, message.duration_s), True)
-        except FerryError as error:
+            SENDER.run(
+                offer,
+                OfferEvent.RENEWED,
+                lambda *_: lasts_s.append(self._outgoing.renew(offer, message.duration_s)),
+            )
+        except CapacityError as error:
             return decline(DeclineReason.PRESSURE, str(error))
+        return Renewed(lasts_s[0], True)
 
-    def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
+    def release(self, offer: Offer, reader: str, message: Release) -> None:
         """Take in that a receiver is done."""
-        offer = self._offers.get(message.transfer_id)
-        if offer is None:
-            return Released(), []
-        return Released(), self._step(offer, _EVENT_OF_RELEASE[message.outcome], reader)
+        self.step(offer, _EVENT_OF_RELEASE[message.outcome], reader)
 
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """Act on the readers' leases whose time is over."""
-        effects: list[Effect] = []
-        for lease in self._leases.expire():
-            offer = self._offer_of(lease)
-            if offer is not None:
-                effects += self._step(offer, OfferEvent.READER_EXPIRED, lease.owner)
-        return effects
+        for reader, offer in self.leases.take_expired():
+            self.step(offer, OfferEvent.READER_EXPIRED, reader)
 
-    def expire(self, transfer_id: TransferId) -> list[Effect]:
-        """The hold of ``transfer_id`` is past its time."""
-        offer = self._offers.get(transfer_id)
-        return self._step(offer, OfferEvent.EXPIRED) if offer is not None else []
-
-    def next_deadline_s(self) -> float | None:
-        """Return when ``tick`` has something to do, or None."""
-        return self._leases.next_expiry_s()
-
-    def _offer_of(self, lease: Lease) -> _Offer | None:
-        transfer_id = self._transfer_of_lease.get(lease.lease_id)
-        return self._offers.get(transfer_id) if transfer_id is not None else None
-
+    # -- decisions ----------------------------------------------------------------------------
     def _decline_missing(self, transfer_id: TransferId) -> Declined:
-        end = self._ends.get(transfer_id)
-        reason = DeclineReason.GONE if end is None else _DECLINE_OF_END.get(end, DeclineReason.GONE)
-        ended = f"ended before: {end}" if end else "is not known here"
-        return Declined(reason, f"transfer id {transfer_id} {ended}")
+        end = self._outgoing.end_of(transfer_id)
+        reason = _DECLINE_OF_END.get(end.cause, DeclineReason.GONE) if end else DeclineReason.GONE
+        ended = f"ended before: {end.cause}" if end else "is not known here"
+        return decline(reason, f"transfer id {transfer_id} {ended}")
 
-    def _step(self, offer: _Offer, event: OfferEvent, reader: str = "") -> list[Effect]:
-        rule = SENDER.step(offer.state, event)
-        was_held = offer.state is OfferState.HELD
-        offer.state = rule.next_state
-        effects: list[Effect] = []
-        if was_held and offer.state is OfferState.CLOSED:
-            self._remember_end(offer.transfer_id, event)
-            effects.append(CountOfferEnd(event))
-        for action in rule.actions:
-            match action:
-                case OfferAction.RELEASE_READER:
-                    effects += self._release_reader(offer, reader)
-                case OfferAction.RELEASE_HOLD:
-                    self._holds.release(offer.transfer_id)
-                case OfferAction.GRANT | OfferAction.EXTEND_HOLD:
-                    pass  # the answers to these two carry data: ``acquire`` and ``renew`` do them
-        if offer.state is OfferState.CLOSED and not offer.readers:
-            self._offers.pop(offer.transfer_id, None)
-        return effects
+    def _grant(self, offer: Offer, reader: str, message: Acquire) -> Granted | Declined:
+        """A reader's second lease on an offer takes the place of its first."""
+        self._release_reader(offer, reader)
+        try:
+            wanted = offer.blocks[message.first_block :]
+            granted = self.leases.grant(reader, offer, wanted, message)
+        except CapacityError as error:
+            return decline(DeclineReason.PRESSURE, str(error))
+        offer.readers.add(reader)
+        return granted
 
-    def _release_reader(self, offer: _Offer, reader: str) -> list[Effect]:
-        lease_id = offer.readers.pop(reader, None)
-        if lease_id is None:
-            return []
-        self._leases.release(lease_id)
-        self._transfer_of_lease.pop(lease_id, None)
-        return self._serving.end(reader)
+    def step(self, offer: Offer, event: OfferEvent, reader: str = "") -> None:
+        """Take in an event of one of the offer's readers, or of nobody's."""
+        self._context.run(SENDER, offer, event, lambda *what: self._act(offer, reader, *what))
+        if offer.state is SENDER.final and not offer.readers:
+            self._outgoing.close(offer)
 
-    def _remember_end(self, transfer_id: TransferId, event: OfferEvent) -> None:
-        self.outcomes[event] += 1
-        self._ends[transfer_id] = event
-        while len(self._ends) > MAX_REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
+    def _act(self, offer: Offer, reader: str, action: OfferAction, event: OfferEvent) -> None:
+        match action:
+            case OfferAction.RELEASE_READER:
+                self._release_reader(offer, reader)
+            case OfferAction.LET_GO:
+                self._outgoing.let_go(offer)
+            case OfferAction.COUNT_END:
+                self._outgoing.remember_end(offer.transfer_id, End(event.value))
+                self._context.count("offer", event)
+                self._context.emit(CountOfferEnd(event))
+            case OfferAction.GRANT | OfferAction.EXTEND_HOLD:  # pragma: no cover
+                pass  # what answers a reader is done where it is asked
+
+    def _release_reader(self, offer: Offer, reader: str) -> None:
+        self.leases.release(reader, offer)
+        offer.readers.discard(reader)
 
 
-def _check(offer: _Offer, message: Acquire) -> Declined | None:
+def _check(offer: Offer, message: Acquire) -> Declined | None:
     if message.num_tokens != offer.prompt.num_tokens:
         return decline(
             DeclineReason.MISMATCH,

@@ -30,6 +30,8 @@ class ReceiveEvent(StrEnum):
     """What can happen to a receiver."""
 
     BLOCKS_GIVEN = "blocks_given"
+    REFUSED = "refused"
+    """This instance starts nothing with the peer for now."""
     GRANTED = "granted"
     DECLINED = "declined"
     PEER_LOST = "peer_lost"
@@ -38,6 +40,8 @@ class ReceiveEvent(StrEnum):
     """The READ is done, but the lease had ended by then: the data may be another prompt's."""
     READ_CORRUPT = "read_corrupt"
     READ_FAILED = "read_failed"
+    MISMATCHED = "mismatched"
+    """The peer holds another prompt under this id, of no use to us."""
     DEADLINE = "deadline"
     GRACE_OVER = "grace_over"
     NOT_NEEDED = "not_needed"
@@ -47,12 +51,12 @@ class ReceiveEvent(StrEnum):
 class ReceiveAction(StrEnum):
     """What a receiver does."""
 
-    HOLD_BLOCKS = "hold_blocks"
     SEND_ACQUIRE = "send_acquire"
     POST_READ = "post_read"
     DROP_BLOCKS = "drop_blocks"
     QUARANTINE_BLOCKS = "quarantine_blocks"
     LEAVE_QUARANTINE = "leave_quarantine"
+    START_GRACE = "start_grace"
     SEND_RELEASE = "send_release"
     REPORT = "report"
     DISCONNECT_PEER = "disconnect_peer"
@@ -62,20 +66,24 @@ _R = ReceiveState
 _E = ReceiveEvent
 _A = ReceiveAction
 
-_END_UNREAD = Rule(_R.CLOSED, (_A.DROP_BLOCKS, _A.SEND_RELEASE))
-_END = Rule(_R.CLOSED, (_A.DROP_BLOCKS, _A.SEND_RELEASE, _A.REPORT))
+_END_UNREAD = Rule(_R.CLOSED, (_A.SEND_RELEASE, _A.DROP_BLOCKS))
+_END = Rule(_R.CLOSED, (_A.SEND_RELEASE, _A.REPORT, _A.DROP_BLOCKS))
 _LEAVE = Rule(_R.CLOSED, (_A.LEAVE_QUARANTINE, _A.SEND_RELEASE))
+_ABANDON = Rule(_R.QUARANTINED, (_A.QUARANTINE_BLOCKS, _A.START_GRACE))
 
 RECEIVER: Table[ReceiveState, ReceiveEvent, ReceiveAction] = Table(
     name="pull receiver",
     initial=_R.ANNOUNCED,
     final=_R.CLOSED,
     rules={
-        (_R.ANNOUNCED, _E.BLOCKS_GIVEN): Rule(_R.ACQUIRING, (_A.HOLD_BLOCKS, _A.SEND_ACQUIRE)),
+        (_R.ANNOUNCED, _E.BLOCKS_GIVEN): Rule(_R.ACQUIRING, (_A.SEND_ACQUIRE,)),
+        (_R.ANNOUNCED, _E.REFUSED): _END,
         (_R.ANNOUNCED, _E.NOT_NEEDED): Rule(_R.CLOSED, (_A.SEND_RELEASE,)),
         (_R.ANNOUNCED, _E.CANCELLED): Rule(_R.CLOSED, (_A.SEND_RELEASE,)),
+        (_R.ANNOUNCED, _E.PEER_LOST): Rule(_R.ANNOUNCED),
         (_R.ACQUIRING, _E.GRANTED): Rule(_R.READING, (_A.POST_READ,)),
-        (_R.ACQUIRING, _E.DECLINED): Rule(_R.CLOSED, (_A.DROP_BLOCKS, _A.REPORT)),
+        (_R.ACQUIRING, _E.DECLINED): Rule(_R.CLOSED, (_A.REPORT, _A.DROP_BLOCKS)),
+        (_R.ACQUIRING, _E.MISMATCHED): _END,
         (_R.ACQUIRING, _E.PEER_LOST): _END,
         (_R.ACQUIRING, _E.DEADLINE): _END,
         (_R.ACQUIRING, _E.NOT_NEEDED): _END_UNREAD,
@@ -84,17 +92,20 @@ RECEIVER: Table[ReceiveState, ReceiveEvent, ReceiveAction] = Table(
         (_R.READING, _E.READ_TOO_LATE): _END,
         (_R.READING, _E.READ_CORRUPT): _END,
         (_R.READING, _E.READ_FAILED): _END,
-        (_R.READING, _E.DEADLINE): Rule(_R.QUARANTINED, (_A.QUARANTINE_BLOCKS, _A.REPORT)),
-        (_R.READING, _E.NOT_NEEDED): Rule(_R.QUARANTINED, (_A.QUARANTINE_BLOCKS,)),
-        (_R.READING, _E.CANCELLED): Rule(_R.QUARANTINED, (_A.QUARANTINE_BLOCKS,)),
+        (_R.READING, _E.DEADLINE): Rule(_R.QUARANTINED, (*_ABANDON.actions, _A.REPORT)),
+        (_R.READING, _E.NOT_NEEDED): _ABANDON,
+        (_R.READING, _E.CANCELLED): _ABANDON,
         (_R.QUARANTINED, _E.READ_DONE): _LEAVE,
         (_R.QUARANTINED, _E.READ_TOO_LATE): _LEAVE,
         (_R.QUARANTINED, _E.READ_CORRUPT): _LEAVE,
         (_R.QUARANTINED, _E.READ_FAILED): _LEAVE,
         (_R.QUARANTINED, _E.GRACE_OVER): Rule(
-            _R.QUARANTINED, (_A.DISCONNECT_PEER, _A.SEND_RELEASE)
+            _R.QUARANTINED, (_A.START_GRACE, _A.DISCONNECT_PEER, _A.SEND_RELEASE)
         ),
+        (_R.QUARANTINED, _E.NOT_NEEDED): Rule(_R.QUARANTINED),
+        (_R.QUARANTINED, _E.CANCELLED): Rule(_R.QUARANTINED),
     },
+    local=frozenset({_E.BLOCKS_GIVEN, _E.NOT_NEEDED, _E.CANCELLED}),
 )
 
 
@@ -129,15 +140,16 @@ class OfferAction(StrEnum):
     GRANT = "grant"
     EXTEND_HOLD = "extend_hold"
     RELEASE_READER = "release_reader"
-    RELEASE_HOLD = "release_hold"
+    LET_GO = "let_go"
+    COUNT_END = "count_end"
 
 
 _H = OfferState
 _V = OfferEvent
 _B = OfferAction
 
-_FINISH = Rule(_H.CLOSED, (_B.RELEASE_READER, _B.RELEASE_HOLD))
-_CLOSE = Rule(_H.CLOSED, (_B.RELEASE_HOLD,))
+_FINISH = Rule(_H.CLOSED, (_B.COUNT_END, _B.RELEASE_READER, _B.LET_GO))
+_CLOSE = Rule(_H.CLOSED, (_B.COUNT_END, _B.LET_GO))
 _READER_ONLY = Rule(_H.CLOSED, (_B.RELEASE_READER,))
 
 SENDER: Table[OfferState, OfferEvent, OfferAction] = Table(
@@ -160,5 +172,7 @@ SENDER: Table[OfferState, OfferEvent, OfferAction] = Table(
         (_H.CLOSED, _V.CANCELLED): _READER_ONLY,
         (_H.CLOSED, _V.READER_FAILED): _READER_ONLY,
         (_H.CLOSED, _V.READER_EXPIRED): _READER_ONLY,
+        (_H.CLOSED, _V.WITHDRAWN): Rule(_H.CLOSED),
     },
+    local=frozenset({_V.WITHDRAWN, _V.PRESSURE}),
 )

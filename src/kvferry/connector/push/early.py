@@ -1,4 +1,4 @@
-"""Registrations that came before their prefill: bounded in number, size and time.
+"""What is said of a push before its prefill is known: bounded in number, size and time.
 
 Also owns what makes any registration fit a prompt.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import Effect, Notify
+from kvferry.connector.machine.effects import Notify
 from kvferry.connector.ports import PromptIdentity
+from kvferry.connector.transfers.context import RoleContext
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     Declined,
@@ -25,6 +24,7 @@ from kvferry.protocol.messages import (
 
 MAX_EARLY_BLOCKS = 262_144
 MAX_UNWANTED = 4096
+MAX_REFUSED = 4096
 NOT_PUSHED = "its prefill is handed over by pull"
 
 
@@ -40,13 +40,15 @@ class EarlyRegistration:
 class EarlyRegistrations:
     """Kept in order of arrival; each lasts as long as its receiver waits."""
 
-    def __init__(self, config: ExchangeConfig, clock: Clock) -> None:
-        self._config = config
-        self._clock = clock
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
         self._kept: OrderedDict[TransferId, EarlyRegistration] = OrderedDict()
         self._num_blocks = 0
         self._unwanted: OrderedDict[TransferId, None] = OrderedDict()
         """Released before their prefill was known."""
+        self._refused: OrderedDict[TransferId, Failed] = OrderedDict()
+        """Withdrawn before their prefill was known. Apart from the ends of what has begun: what
+        anybody may say of an unknown id must not push those out."""
 
     def __len__(self) -> int:
         """Return how many are kept."""
@@ -58,18 +60,22 @@ class EarlyRegistrations:
 
     def put(self, reader: str, message: Register) -> Registered | Declined:
         """Keep a registration, or decline it where there is no room; the latest generation wins."""
+        refused = self._refused.get(message.transfer_id)
+        if refused is not None:
+            self._context.emit(Notify(message.transfer_id, refused))
+            return decline(DeclineReason.GONE, refused.detail)
         self._unwanted.pop(message.transfer_id, None)
         kept = self._kept.get(message.transfer_id)
         is_repeated = kept is not None and kept.reader == reader
         if kept is not None and is_repeated and kept.message.generation >= message.generation:
             return Registered(kept.message.generation)
         self.pop(message.transfer_id)
-        full = len(self._kept) >= self._config.max_early_registrations
+        full = len(self._kept) >= self._context.config.max_early_registrations
         if full or self._num_blocks + len(message.blocks) > MAX_EARLY_BLOCKS:
             detail = f"{len(self._kept)} registrations wait for their prefill already"
             return decline(DeclineReason.PRESSURE, detail)
-        lasts_s = min(message.timeout_s, self._config.prefill_timeout_s)
-        ends_s = self._clock.monotonic_s() + lasts_s
+        lasts_s = min(message.timeout_s, self._context.config.prefill_timeout_s)
+        ends_s = self._context.now_s() + lasts_s
         self._kept[message.transfer_id] = EarlyRegistration(reader, message, ends_s)
         self._num_blocks += len(message.blocks)
         return Registered(message.generation)
@@ -81,9 +87,30 @@ class EarlyRegistrations:
             self._num_blocks -= len(early.message.blocks)
         return early
 
-    def decline(self, transfer_id: TransferId, detail: str) -> list[Effect]:
+    def decline(self, transfer_id: TransferId, detail: str) -> None:
         """Take one out, if there is one, and tell its receiver why."""
-        return [] if self.pop(transfer_id) is None else [mismatch_notice(transfer_id, detail)]
+        if self.pop(transfer_id) is not None:
+            self.tell_mismatch(transfer_id, detail)
+
+    def tell_mismatch(self, transfer_id: TransferId, detail: str) -> None:
+        """Tell a receiver that its registration is not for this prefill."""
+        failed = Failed(transfer_id, FailureReason.MISMATCH, True, detail)
+        self._context.emit(Notify(transfer_id, failed))
+
+    def fail(self, transfer_id: TransferId) -> None:
+        """The prefill will never begin: tell whoever has registered, or will."""
+        if transfer_id in self._refused:
+            return
+        self.pop(transfer_id)
+        failed = Failed(transfer_id, FailureReason.ABORTED, True, "the prefill never began")
+        self._refused[transfer_id] = failed
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        self._context.emit(Notify(transfer_id, failed))
+
+    def refusal(self, transfer_id: TransferId) -> Failed | None:
+        """Return what is told of a prefill that will never begin."""
+        return self._refused.get(transfer_id)
 
     def withdraw(self, transfer_id: TransferId, reader: str) -> bool:
         """``reader`` wants no more of a transfer; return whether nobody else has registered."""
@@ -113,18 +140,13 @@ class EarlyRegistrations:
 
     def expire(self) -> None:
         """Forget those whose receiver waits no more."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._context.now_s()
         for transfer_id in [t for t, e in self._kept.items() if e.ends_s <= now_s]:
             self.pop(transfer_id)
 
     def next_expiry_s(self) -> float | None:
         """Return when the next one is forgotten, or None."""
         return min((e.ends_s for e in self._kept.values()), default=None)
-
-
-def mismatch_notice(transfer_id: TransferId, detail: str) -> Notify:
-    """Return what tells a receiver that its registration is not for this prefill."""
-    return Notify(transfer_id, Failed(transfer_id, FailureReason.MISMATCH, True, detail))
 
 
 def find_mismatch(

@@ -1,22 +1,20 @@
 """The receiver's half of push: which blocks are registered, what has come, what is in quarantine.
 
-Decides by ``push.PUSH_RECEIVER``; moves nothing itself. Not locked: ``Planner`` is.
+Decides by ``table.PUSH_RECEIVER``; moves nothing itself. Not locked: ``Planner`` is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvferry.blocks.quarantine import Quarantine
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
-    Effect,
     NotifyEngine,
+    SendRegister,
     SendRelease,
+    SendRenew,
     StartProgress,
     StopProgress,
 )
@@ -29,22 +27,23 @@ from kvferry.connector.machine.events import (
     RenewAnswered,
 )
 from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE, OUTCOME_OF_FAILURE
-from kvferry.connector.ports import (
-    BlockPort,
-    FirstTokenArrival,
-    PrefillEnd,
-    PromptIdentity,
-    ReceiveOutcome,
-    ReceiveResult,
+from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
+from kvferry.connector.push.table import (
+    PUSH_RECEIVER,
+    IncomingAction,
+    IncomingEvent,
+    IncomingState,
 )
-from kvferry.connector.push.incoming import IncomingPush, prefill_end
-from kvferry.connector.push.table import PUSH_RECEIVER, IncomingAction, IncomingEvent, IncomingState
+from kvferry.connector.transfers.context import RoleContext
+from kvferry.connector.transfers.incoming import Incoming, IncomingTransfers
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
     Admitted,
     Declined,
+    DeclineReason,
     Failed,
+    FailureReason,
     FirstTokenReady,
     Notice,
     Posting,
@@ -52,7 +51,7 @@ from kvferry.protocol.messages import (
     ReleaseOutcome,
     Written,
 )
-from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.params import Mode, PeerAddress
 
 PushEvent = RegisterAnswered | RenewAnswered | ReleaseAnswered | Noticed | PeerQuiet | PeerLost
 
@@ -65,338 +64,306 @@ _RELEASE_OUTCOME = {
 }
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class IncomingPush(Incoming):
+    """One push that is being received. ``generation`` names its last registration."""
+
+    prompt: PromptIdentity
+    wait_deadline_s: float
+    """Without blocks it waits until then, for prefill or for its turn."""
+    next_beat_s: float
+    state: IncomingState = PUSH_RECEIVER.initial
+    generation: int = -1
+    quiet_generation: int = -1
+    """What was said last: of this one and of older ones nothing can land any more."""
+    is_known: bool = False
+    """The sender has answered for this transfer before: if it no longer does, it is gone."""
+    is_admitted: bool = False
+    end: PrefillEnd | None = None
+
+    @property
+    def is_waiting_for_prefill(self) -> bool:
+        """Whether blocks are registered of which it is not known that they will be filled soon."""
+        return self.state is IncomingState.FILLING and not self.is_admitted
+
+
 class PushReceiver:
     """All pushes that this instance receives."""
 
-    def __init__(
-        self,
-        config: ExchangeConfig,
-        blocks: BlockPort,
-        quarantine: Quarantine,
-        clock: Clock,
-        block_bytes: int,
-    ) -> None:
-        self._config = config
-        self._pool = blocks
-        self._quarantine = quarantine
-        self._clock = clock
-        self._block_bytes = block_bytes
-        self._max_registered = int(config.max_registered_share * blocks.num_blocks)
+    def __init__(self, context: RoleContext, incoming: IncomingTransfers) -> None:
+        self._context = context
+        self._config = context.config
+        self._incoming = incoming
+        self._max_registered = int(self._config.max_registered_share * context.blocks.num_blocks)
         # Counted on from a number of this start's own: no two registrations share one, not even
         # those of two instances under one transfer id.
-        self._next_generation = config.epoch >> _EPOCH_BITS_NOT_IN_GENERATION
-        self._fills: dict[TransferId, IncomingPush] = {}
-        self._results: list[ReceiveResult] = []
-        self._first_tokens: list[FirstTokenArrival] = []
-        self.outcomes: Counter[str] = Counter()
-
-    def __contains__(self, transfer_id: TransferId) -> bool:
-        """Return whether ``transfer_id`` is being received, or in quarantine."""
-        return transfer_id in self._fills
-
-    @property
-    def num_receives(self) -> int:
-        """Pushes that are not closed, quarantined ones included."""
-        return len(self._fills)
+        self._next_generation = self._config.epoch >> _EPOCH_BITS_NOT_IN_GENERATION
 
     # -- the engine's calls -------------------------------------------------------------------
-    def begin(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
-    ) -> list[Effect]:
-        """See ``ConnectorPort.begin_receive``; the planner has checked that the id is free."""
-        now_s = self._clock.monotonic_s()
-        fill = self._fills[transfer_id] = IncomingPush(
-            transfer_id,
-            peer,
-            prompt,
-            wait_deadline_s=now_s + self._config.prefill_timeout_s,
+    def begin(self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity) -> None:
+        """See ``ConnectorPort.begin_receive``."""
+        now_s = self._context.now_s()
+        # The first wait is for prefill.
+        deadline_s = now_s + self._config.prefill_timeout_s
+        push = IncomingPush(
+            transfer_id=transfer_id,
+            peer=peer,
+            mode=Mode.PUSH,
+            prompt=prompt,
+            deadline_s=deadline_s,
+            wait_deadline_s=deadline_s,
             next_beat_s=now_s + self._config.push_heartbeat_s,
         )
+        self._incoming.add(push)
         # The first beat at once: it tells the sender where to send its notices.
-        return [ContactPeer(peer), fill.beat(self._config.handoff_lease_s)]
+        self._context.emit(ContactPeer(peer), self._beat(push))
 
-    def may_receive(self, transfer_id: TransferId, num_blocks: int) -> bool:
+    def may_receive(self, push: IncomingPush, num_blocks: int) -> bool:
         """See ``ConnectorPort.may_receive``."""
-        fill = self._fills.get(transfer_id)
-        if fill is None or fill.is_admitted:
+        if push.is_admitted:
             return True
         room = self._max_registered - num_blocks
         return room >= 0 and room >= sum(
-            len(f.blocks)
-            for f in self._fills.values()
-            if f.state is IncomingState.FILLING and not f.is_admitted
+            len(p.blocks) for p in self._incoming.of_kind(IncomingPush) if p.is_waiting_for_prefill
         )
 
-    def receive(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
-    ) -> list[Effect]:
+    def receive(self, push: IncomingPush, blocks: Sequence[BlockNumber], first_block: int) -> None:
         """See ``ConnectorPort.receive``."""
-        fill = self._fills.get(transfer_id)
-        if fill is None or fill.state is not IncomingState.ANNOUNCED:
-            raise LocalProtocolError(f"receive of {transfer_id} was not begun, or is under way")
-        if self._quarantine.is_closed_to(fill.peer.instance_id):
-            fill.outcome = ReceiveOutcome.DECLINED
-            fill.detail = "too many blocks are in quarantine to start another with this peer"
-            return self._step(fill, IncomingEvent.DEADLINE)
-        fill.set_aside(blocks, first_block, self._next_generation)
+        if push.state is not IncomingState.ANNOUNCED:
+            raise LocalProtocolError(f"receive of {push.transfer_id} is under way, or has ended")
+        if self._incoming.is_closed_to(push):
+            self._step(push, IncomingEvent.DEADLINE)
+            return
+        self._incoming.hold(push, blocks)
+        push.first_block, push.started_s = first_block, None
+        push.generation = self._next_generation
         self._next_generation += 1
-        if fill.end is not None:
-            fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
-        return self._step(fill, IncomingEvent.BLOCKS_GIVEN)
+        if push.end is not None:
+            push.deadline_s = self._context.now_s() + self._config.receive_timeout_s
+        self._step(push, IncomingEvent.BLOCKS_GIVEN)
 
-    def give_back(self, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
-        """See ``ConnectorPort.give_back``; also returns what is to be done."""
-        fill = self._fills.get(transfer_id)
-        if fill is None or fill.state is not IncomingState.FILLING:
-            return False, []
-        fill.deadline_s = fill.wait_deadline_s
-        return True, self._step(fill, IncomingEvent.GIVEN_BACK)
+    def give_back(self, push: IncomingPush) -> bool:
+        """See ``ConnectorPort.give_back``."""
+        if push.state is not IncomingState.FILLING:
+            return False
+        push.deadline_s = push.wait_deadline_s
+        self._step(push, IncomingEvent.GIVEN_BACK)
+        return True
 
-    def end(self, transfer_id: TransferId, *, needed: bool) -> list[Effect]:
+    def end(self, push: IncomingPush, *, needed: bool) -> None:
         """See ``ConnectorPort.end_receive``."""
-        self._results = [r for r in self._results if r.transfer_id != transfer_id]
-        self._first_tokens = [t for t in self._first_tokens if t.transfer_id != transfer_id]
-        fill = self._fills.get(transfer_id)
-        if fill is None:
-            return []
-        return self._step(fill, IncomingEvent.CANCELLED if needed else IncomingEvent.NOT_NEEDED)
-
-    def take_results(self) -> list[ReceiveResult]:
-        """See ``ConnectorPort.take_results``."""
-        results, self._results = self._results, []
-        return results
-
-    def take_first_tokens(self) -> list[FirstTokenArrival]:
-        """See ``ConnectorPort.take_first_tokens``."""
-        tokens, self._first_tokens = self._first_tokens, []
-        return tokens
+        self._step(push, IncomingEvent.CANCELLED if needed else IncomingEvent.NOT_NEEDED)
 
     # -- the mover's events -------------------------------------------------------------------
-    def handle(self, event: PushEvent) -> list[Effect]:
-        """Take in what the mover reports about a transfer of ``self``."""
-        fill = self._fills.get(event.transfer_id)
-        if fill is None:
-            return []
+    def handle(self, push: IncomingPush, event: PushEvent) -> None:
+        """Take in what the mover reports of a push."""
         match event:
             case RegisterAnswered(reply=Declined() as declined):
-                fill.outcome = OUTCOME_OF_DECLINE[declined.reason]
-                fill.detail = declined.detail
-                return self._step(fill, IncomingEvent.DECLINED)
+                self._fail(push, declined)
+                is_mismatch = declined.reason is DeclineReason.MISMATCH
+                refused = IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.DECLINED
+                self._step(push, refused)
             case RegisterAnswered():
-                fill.is_known = True
-                return []
+                push.is_known = True
             case RenewAnswered():
-                return self._on_beat_answered(fill, event)
+                self._on_beat_answered(push, event)
             case ReleaseAnswered():
-                return self._on_quiet(fill, fill.generation) if event.is_quiet else []
+                if event.is_quiet:
+                    self._on_quiet(push, push.generation)
             case PeerQuiet():
-                return self._on_quiet(fill, fill.generation)
+                self._on_quiet(push, push.generation)
             case PeerLost():
-                fill.outcome, fill.detail = event.outcome, event.detail
-                return self._step(fill, IncomingEvent.PEER_LOST)
+                push.outcome, push.detail = event.outcome, event.detail
+                self._step(push, IncomingEvent.PEER_LOST)
             case Noticed():
-                return self._on_notice(fill, event) if event.peer == fill.peer else []
+                if event.peer == push.peer:
+                    push.is_known = True
+                    self._on_notice(push, event.notice)
 
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """Act on the deadlines that have passed."""
-        now_s = self._clock.monotonic_s()
-        effects: list[Effect] = []
-        for fill in list(self._fills.values()):
-            if now_s >= fill.deadline_s:
-                effects += self._on_deadline(fill, now_s)
-            elif fill.state is not IncomingState.QUARANTINED and now_s >= fill.next_beat_s:
-                fill.next_beat_s = now_s + self._config.push_heartbeat_s
-                effects.append(fill.beat(self._config.handoff_lease_s))
-        return effects
+        now_s = self._context.now_s()
+        for push in self._incoming.of_kind(IncomingPush):
+            if now_s >= push.deadline_s:
+                self._on_deadline(push)
+            elif push.state is not IncomingState.ENDED and now_s >= push.next_beat_s:
+                push.next_beat_s = now_s + self._config.push_heartbeat_s
+                self._context.emit(self._beat(push))
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
         due = [
-            f.deadline_s
-            if f.state is IncomingState.QUARANTINED
-            else min(f.deadline_s, f.next_beat_s)
-            for f in self._fills.values()
+            p.deadline_s if p.state is IncomingState.ENDED else min(p.deadline_s, p.next_beat_s)
+            for p in self._incoming.of_kind(IncomingPush)
         ]
         return min(due, default=None)
 
     # -- decisions ----------------------------------------------------------------------------
-    def _on_beat_answered(self, fill: IncomingPush, event: RenewAnswered) -> list[Effect]:
+    def _beat(self, push: IncomingPush) -> SendRenew:
+        """Return what asks the sender whether it lives, and tells it that this receiver does."""
+        return SendRenew(push.peer, push.transfer_id, self._config.handoff_lease_s)
+
+    def _fail(self, push: IncomingPush, declined: Declined) -> None:
+        push.outcome, push.detail = OUTCOME_OF_DECLINE[declined.reason], declined.detail
+
+    def _on_beat_answered(self, push: IncomingPush, event: RenewAnswered) -> None:
         if isinstance(event.reply, Declined):
-            if not fill.is_known:
-                return []  # the prefill leg may be on its way; the deadline bounds the wait
-            fill.outcome = OUTCOME_OF_DECLINE[event.reply.reason]
-            fill.detail = event.reply.detail
-            return self._step(fill, IncomingEvent.PEER_LOST)
-        fill.is_known = True
-        if not event.reply.is_admitted:
-            fill.is_admitted = fill.end is not None  # The prefill may have been preempted.
-            return []
-        return self._admit(fill)
+            if not push.is_known:
+                return  # the prefill leg may be on its way; the deadline bounds the wait
+            self._fail(push, event.reply)
+            self._step(push, IncomingEvent.PEER_LOST)
+            return
+        push.is_known = True
+        if event.reply.is_admitted:
+            self._admit(push)
+        else:
+            push.is_admitted = push.end is not None  # The prefill may have been preempted.
 
-    def _admit(self, fill: IncomingPush) -> list[Effect]:
-        if fill.is_admitted:
-            return []
-        fill.is_admitted = True
-        return [NotifyEngine()]
+    def _admit(self, push: IncomingPush) -> None:
+        if not push.is_admitted:
+            push.is_admitted = True
+            self._context.emit(NotifyEngine())
 
-    def _on_notice(self, fill: IncomingPush, event: Noticed) -> list[Effect]:
-        fill.is_known = True
-        notice: Notice = event.notice
+    def _on_notice(self, push: IncomingPush, notice: Notice) -> None:
         match notice:
             case Admitted():
-                return self._admit(fill)
-            case Posting() if notice.generation == fill.generation:
-                fill.note_posting(self._clock.monotonic_s())
-                return self._step(fill, IncomingEvent.POSTING)
-            case FirstTokenReady() | Written() if notice.digest != fill.prompt.digest:
-                return []  # of another prompt under this id: the registration is declined
+                self._admit(push)
+            case Posting():
+                if notice.generation == push.generation:
+                    self._on_posting(push)
+            case FirstTokenReady() | Written() if notice.digest != push.prompt.digest:
+                pass  # of another prompt under this id: the registration is declined
             case FirstTokenReady():
-                return self._on_first_token(fill, prefill_end(notice))
+                self._on_first_token(push, _prefill_end(notice))
             case Written():
-                return self._on_written(fill, notice)
+                self._on_written(push, notice)
             case Failed():
-                return self._on_failed(fill, notice)
+                self._on_failed(push, notice)
             case Quiet():
-                if fill.state is IncomingState.FILLING and notice.generation >= fill.generation:
-                    fill.outcome = ReceiveOutcome.GONE
-                    fill.detail = "the sender has ended the push, or serves another receiver"
-                    self._leave(fill, notice.generation)
-                    return self._step(fill, IncomingEvent.FAILED_QUIET)
-                return self._on_quiet(fill, notice.generation)
-        return []
+                self._on_quiet_notice(push, notice.generation)
 
-    def _on_first_token(self, fill: IncomingPush, end: PrefillEnd) -> list[Effect]:
-        if fill.end is not None:
-            return []
-        fill.end = end
-        fill.is_admitted = True
-        if fill.state is IncomingState.FILLING:
-            fill.deadline_s = self._clock.monotonic_s() + self._config.receive_timeout_s
-        return self._step(fill, IncomingEvent.FIRST_TOKEN)
+    def _on_posting(self, push: IncomingPush) -> None:
+        if push.started_s is None:
+            push.started_s = self._context.now_s()
+        self._step(push, IncomingEvent.POSTING)
 
-    def _on_written(self, fill: IncomingPush, notice: Written) -> list[Effect]:
-        effects = self._on_first_token(fill, prefill_end(notice))
-        if notice.generation != fill.generation:
-            return effects
-        if fill.state is IncomingState.QUARANTINED:
-            return effects + self._on_quiet(fill, notice.generation)
-        if fill.state is IncomingState.ANNOUNCED:
-            self._leave(fill, notice.generation)
-            fill.outcome = ReceiveOutcome.FAILED
-            fill.detail = "its blocks were given back, and the sender has written them since"
-            return effects + self._step(fill, IncomingEvent.FAILED_QUIET)
-        expected = (fill.first_block, len(fill.blocks), fill.prompt.num_tokens)
+    def _on_first_token(self, push: IncomingPush, end: PrefillEnd) -> None:
+        if push.end is not None:
+            return
+        push.end = end
+        push.is_admitted = True
+        if push.state is IncomingState.FILLING:
+            push.deadline_s = self._context.now_s() + self._config.receive_timeout_s
+        self._step(push, IncomingEvent.FIRST_TOKEN)
+
+    def _on_written(self, push: IncomingPush, notice: Written) -> None:
+        if push.state is not IncomingState.ENDED:
+            self._on_first_token(push, _prefill_end(notice))
+        if notice.generation != push.generation:
+            return
+        push.quiet_generation = notice.generation
+        if push.state is IncomingState.ENDED:
+            self._step(push, IncomingEvent.QUIET)
+            return
+        if push.state is IncomingState.ANNOUNCED:
+            push.outcome = ReceiveOutcome.FAILED
+            push.detail = "its blocks were given back, and the sender has written them since"
+            self._step(push, IncomingEvent.FAILED_QUIET)
+            return
+        expected = (push.first_block, len(push.blocks), push.prompt.num_tokens)
         if (notice.first_block, notice.num_blocks, notice.num_tokens) != expected:
-            fill.detail = "the sender wrote other positions than were registered"
-            return effects + self._step(fill, IncomingEvent.FAILED)
-        fill.outcome = ReceiveOutcome.RECEIVED
-        fill.num_bytes = len(fill.blocks) * self._block_bytes
+            push.detail = "the sender wrote other positions than were registered"
+            self._step(push, IncomingEvent.FAILED)
+            return
+        if not self._incoming.is_intact(push, push.blocks, notice.block_digests):
+            self._step(push, IncomingEvent.WRITTEN_CORRUPT)
+            return
+        push.outcome = ReceiveOutcome.RECEIVED
+        push.num_bytes = len(push.blocks) * self._context.layout.block_bytes
         # The highest generation is written, and the sender lets no older one outlive it.
-        self._leave(fill, notice.generation)
-        return effects + self._step(fill, IncomingEvent.WRITTEN)
+        self._step(push, IncomingEvent.WRITTEN)
 
-    def _on_failed(self, fill: IncomingPush, notice: Failed) -> list[Effect]:
-        if fill.state is IncomingState.QUARANTINED:
-            return self._on_quiet(fill, fill.generation) if notice.is_quiet else []
-        if notice.is_quiet:
-            self._leave(fill, fill.generation)
-        fill.outcome = OUTCOME_OF_FAILURE[notice.reason]
-        fill.detail = notice.detail or f"the sender gave up: {notice.reason}"
-        return self._step(
-            fill, IncomingEvent.FAILED_QUIET if notice.is_quiet else IncomingEvent.FAILED
-        )
+    def _on_failed(self, push: IncomingPush, notice: Failed) -> None:
+        if push.state is IncomingState.ENDED:
+            if notice.is_quiet:
+                self._on_quiet(push, push.generation)
+            return
+        push.outcome = OUTCOME_OF_FAILURE[notice.reason]
+        push.detail = notice.detail or f"the sender gave up: {notice.reason}"
+        if not notice.is_quiet:
+            self._step(push, IncomingEvent.FAILED)
+            return
+        self._on_quiet(push, push.generation)
+        is_mismatch = notice.reason is FailureReason.MISMATCH
+        self._step(push, IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.FAILED_QUIET)
 
-    def _on_quiet(self, fill: IncomingPush, generation: int) -> list[Effect]:
-        self._leave(fill, generation)
-        if fill.state is IncomingState.QUARANTINED and not fill.quarantined:
-            return self._step(fill, IncomingEvent.QUIET)
-        return []
+    def _on_quiet_notice(self, push: IncomingPush, generation: int) -> None:
+        if push.state is IncomingState.FILLING and generation >= push.generation:
+            push.outcome = ReceiveOutcome.GONE
+            push.detail = "the sender has ended the push, or serves another receiver"
+            push.quiet_generation = generation
+            self._step(push, IncomingEvent.FAILED_QUIET)
+            return
+        self._on_quiet(push, generation)
 
-    def _leave(self, fill: IncomingPush, generation: int) -> None:
-        """Take the blocks of ``generation`` and older ones out of quarantine."""
-        current = fill.generation if fill.state is IncomingState.FILLING else -1
-        for quiet in [g for g in fill.quarantined if g <= generation and g != current]:
-            self._quarantine.leave((fill.transfer_id, quiet))
-            fill.quarantined.discard(quiet)
+    def _on_quiet(self, push: IncomingPush, generation: int) -> None:
+        """Nothing of ``generation`` and of older ones can land here any more."""
+        push.quiet_generation = generation
+        self._step(push, IncomingEvent.QUIET)
 
-    def _on_deadline(self, fill: IncomingPush, now_s: float) -> list[Effect]:
-        if fill.state is IncomingState.QUARANTINED:
-            fill.deadline_s = now_s + self._config.quarantine_grace_s
-            return self._step(fill, IncomingEvent.GRACE_OVER)
-        fill.outcome = ReceiveOutcome.SLOW
-        fill.detail = "prefill did not complete, or its blocks did not come, in time"
-        return self._step(fill, IncomingEvent.DEADLINE)
+    def _on_deadline(self, push: IncomingPush) -> None:
+        if push.state is IncomingState.ENDED:
+            self._step(push, IncomingEvent.GRACE_OVER)
+            return
+        push.outcome = ReceiveOutcome.SLOW
+        push.detail = "prefill did not complete, or its blocks did not come, in time"
+        self._step(push, IncomingEvent.DEADLINE)
 
-    def _step(self, fill: IncomingPush, event: IncomingEvent) -> list[Effect]:
-        rule = PUSH_RECEIVER.step(fill.state, event)
-        was, fill.state = fill.state, rule.next_state
-        fill.release_outcome = _RELEASE_OUTCOME.get(event, fill.release_outcome)
-        effects: list[Effect] = []
-        # An earlier generation may not be quiet yet: the request's end is not this record's.
-        is_outlived = fill.state is IncomingState.CLOSED and bool(fill.quarantined)
-        for action in rule.actions:
-            if not (is_outlived and action is IncomingAction.STOP_PROGRESS):
-                effects += self._act(fill, action)
-        if is_outlived:
-            fill.state = IncomingState.QUARANTINED
-        if fill.state is IncomingState.QUARANTINED and was is not IncomingState.QUARANTINED:
-            fill.deadline_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
-        if fill.state is IncomingState.CLOSED:
-            self._fills.pop(fill.transfer_id, None)
-            if was is IncomingState.ANNOUNCED and fill.generation >= 0:
-                # For blocks that were given back since.
-                effects.append(StopProgress(fill.peer, fill.transfer_id))
-        return effects
+    def _step(self, push: IncomingPush, event: IncomingEvent) -> None:
+        push.release_outcome = _RELEASE_OUTCOME.get(event, push.release_outcome)
+        self._context.run(PUSH_RECEIVER, push, event, lambda action, _: self._act(push, action))
+        if push.state is PUSH_RECEIVER.final:
+            self._incoming.close(push)
 
-    def _act(self, fill: IncomingPush, action: IncomingAction) -> list[Effect]:  # noqa: C901 - one per action
+    def _act(self, push: IncomingPush, action: IncomingAction) -> None:  # noqa: C901 - one per action
+        peer, transfer_id = push.peer, push.transfer_id
         match action:
-            case IncomingAction.HOLD_BLOCKS:
-                self._pool.hold(fill.blocks)
-            case IncomingAction.DROP_BLOCKS:
-                self._pool.drop(fill.blocks)
-                fill.blocks = ()
-            case IncomingAction.QUARANTINE_BLOCKS:
-                self._enter_quarantine(fill)
-            case IncomingAction.LEAVE_QUARANTINE:
-                self._leave(fill, fill.generation)
             case IncomingAction.SEND_REGISTER:
-                return [fill.registration(self._clock.monotonic_s())]
+                self._context.emit(self._registration(push))
+            case IncomingAction.DROP_BLOCKS:
+                self._incoming.drop(push)
+            case IncomingAction.QUARANTINE_BLOCKS:
+                self._incoming.enter_quarantine(push)
+            case IncomingAction.LEAVE_QUARANTINE:
+                self._incoming.leave_quarantine(push, push.quiet_generation)
             case IncomingAction.START_PROGRESS:
-                return [StartProgress(fill.peer, fill.transfer_id)]
+                self._context.emit(StartProgress(peer, transfer_id))
             case IncomingAction.STOP_PROGRESS:
-                return [StopProgress(fill.peer, fill.transfer_id)]
+                self._context.emit(StopProgress(peer, transfer_id))
+            case IncomingAction.START_GRACE:
+                self._incoming.start_grace(push)
             case IncomingAction.SEND_RELEASE:
-                return [SendRelease(fill.peer, fill.transfer_id, fill.release_outcome)]
+                self._context.emit(SendRelease(peer, transfer_id, push.release_outcome))
             case IncomingAction.REPORT:
-                return self._report(fill)
-            case IncomingAction.REPORT_FIRST_TOKEN if fill.end is not None:
-                self._first_tokens.append(FirstTokenArrival(fill.transfer_id, fill.end))
-                return [NotifyEngine()]
+                self._incoming.report(push)
+            case IncomingAction.REPORT_FIRST_TOKEN:
+                if push.end is not None:
+                    self._incoming.report_first_token(push, push.end)
             case IncomingAction.DISCONNECT_PEER:
-                return [DisconnectPeer(fill.peer, fill.transfer_id)]
-            case _:  # pragma: no cover - a first token is reported only where there is one
-                pass
-        return []
+                self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _enter_quarantine(self, fill: IncomingPush) -> None:
-        # The quarantine takes its own reference before the fill's is dropped.
-        key = (fill.transfer_id, fill.generation)
-        self._quarantine.enter(key, fill.peer.instance_id, fill.blocks)
-        self._pool.drop(fill.blocks)
-        fill.quarantined.add(fill.generation)
-        fill.blocks = ()
-
-    def _report(self, fill: IncomingPush) -> list[Effect]:
-        received = fill.outcome is ReceiveOutcome.RECEIVED
-        self.outcomes[fill.outcome] += 1
-        self._results.append(
-            ReceiveResult(
-                fill.transfer_id,
-                fill.outcome,
-                fill.detail,
-                num_bytes=fill.num_bytes if received else 0,
-                started_s=fill.posted_s,
-                finished_s=self._clock.monotonic_s(),
-            )
+    def _registration(self, push: IncomingPush) -> SendRegister:
+        return SendRegister(
+            push.peer,
+            push.transfer_id,
+            push.generation,
+            push.prompt.num_tokens,
+            push.prompt.digest,
+            push.first_block,
+            push.blocks,
+            max(0.0, push.deadline_s - self._context.now_s()),
         )
-        return [NotifyEngine()]
+
+
+def _prefill_end(notice: FirstTokenReady | Written) -> PrefillEnd:
+    return PrefillEnd(notice.first_token, notice.prefill_end_s, notice.prefill_report)

@@ -1,50 +1,41 @@
 """The sender's half of push: prefills in progress, who registered for them, what is written.
 
-Decides by ``push.PUSH_SENDER``; moves nothing itself. Not locked: ``Planner`` is.
+Decides by ``table.PUSH_SENDER``; moves nothing itself. Not locked: ``Planner`` is.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kvferry.clock import Clock
-from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.leases.handoff import HandoffLeases
 from kvferry.connector.machine.effects import (
     CountOfferEnd,
     DisconnectReader,
-    Effect,
     Notify,
     NotifyEngine,
     PostWrite,
 )
 from kvferry.connector.machine.events import WriteEnded
-from kvferry.connector.ports import BlockPort, PrefillEnd, PromptIdentity
-from kvferry.connector.push.early import (
-    NOT_PUSHED,
-    EarlyRegistrations,
-    find_mismatch,
-    mismatch_notice,
+from kvferry.connector.ports import PrefillEnd, PromptIdentity
+from kvferry.connector.push.early import NOT_PUSHED, EarlyRegistrations, find_mismatch
+from kvferry.connector.push.table import (
+    PUSH_SENDER,
+    OutgoingAction,
+    OutgoingEvent,
+    OutgoingState,
 )
-from kvferry.connector.push.outgoing import (
-    REASON_OF_END,
-    OutgoingPush,
-    Registration,
-    RunningWrite,
-    first_token_notice,
-    written_notice,
-)
-from kvferry.connector.push.table import PUSH_SENDER, OutgoingAction, OutgoingEvent, OutgoingState
-from kvferry.errors import FerryError, LocalProtocolError
+from kvferry.connector.transfers.context import RoleContext
+from kvferry.connector.transfers.outgoing import End, Outgoing, OutgoingTransfers
+from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Admitted,
     Declined,
     DeclineReason,
     Failed,
     FailureReason,
+    FirstTokenReady,
     Notice,
     Posting,
     Quiet,
@@ -54,379 +45,398 @@ from kvferry.protocol.messages import (
     Released,
     Renew,
     Renewed,
+    Written,
     decline,
 )
 
-MAX_REMEMBERED_ENDS = 4096
+_REASON_OF_END = {
+    OutgoingEvent.WITHDRAWN: FailureReason.ABORTED,
+    OutgoingEvent.EXPIRED: FailureReason.EXPIRED,
+    OutgoingEvent.PRESSURE: FailureReason.PRESSURE,
+    OutgoingEvent.WRITE_FAILED: FailureReason.TRANSPORT,
+}
+_ALL_GENERATIONS = 2**40
+_PREFILL_GOES_ON = (OutgoingState.COMPUTING, OutgoingState.FOLLOWING)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Which of a reader's blocks are to be filled, by position from ``first_block`` on."""
+
+    reader: str
+    generation: int
+    first_block: int
+    blocks: tuple[BlockNumber, ...]
+    wants_digests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWrite:
+    """A posted WRITE and its source, on which it has references of its own."""
+
+    registration: Registration
+    blocks: tuple[BlockNumber, ...]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OutgoingPush(Outgoing):
+    """One prefill whose blocks are to be pushed. ``blocks`` are those of now."""
+
+    role: PushSender
+    state: OutgoingState = PUSH_SENDER.initial
+    num_ready: int = 0
+    """Leading positions whose KV is complete, in ``blocks``."""
+    next_position: int = 0
+    """Positions before are posted for the registration of now, from whatever blocks."""
+    ready_digests: tuple[bytes, ...] = ()
+    """Where transfers are verified: of the ready positions, as they were when they became so."""
+    posted_digests: dict[int, bytes] = field(default_factory=dict)
+    """The same of what is posted, by position."""
+    registration: Registration | None = None
+    running: dict[int, RunningWrite] = field(default_factory=dict)
+    end: PrefillEnd | None = None
+    has_blocks: bool = True
+    """Whether the prefill has all its blocks: not while it is preempted."""
+    detail: str = ""
+    grace_ends_s: float = float("inf")
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the prefill goes on by itself, or has ended."""
+        return self.has_blocks or self.end is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing runs."""
+        return not self.running
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every position is written and nothing runs any more."""
+        return not self.running and self.next_position >= len(self.blocks)
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether nobody has registered."""
+        return self.state is OutgoingState.HELD
+
+    def is_for(self, reader: str) -> bool:
+        """Whether ``reader`` has registered, and nobody since."""
+        return self.registration is not None and self.registration.reader == reader
+
+    def give_way(self) -> None:
+        """End it for want of blocks."""
+        self.role.step(self, OutgoingEvent.PRESSURE)
+
+    def expire(self) -> None:
+        """Nobody has had it written in time."""
+        self.role.step(self, OutgoingEvent.EXPIRED)
 
 
 class PushSender:
     """All pushes that this instance sends."""
 
-    def __init__(
-        self,
-        config: ExchangeConfig,
-        layout: KVLayout,
-        blocks: BlockPort,
-        holds: HandoffLeases,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._block_size_tokens = layout.block_size_tokens
-        self._max_running_blocks = max(1, config.max_inflight_bytes // layout.block_bytes)
-        self._pool = blocks
-        self._holds = holds
-        self._clock = clock
-        self._sends: OrderedDict[TransferId, OutgoingPush] = OrderedDict()
-        self._early = EarlyRegistrations(config, clock)
-        self._ends: OrderedDict[TransferId, Notice] = OrderedDict()
+    def __init__(self, context: RoleContext, outgoing: OutgoingTransfers) -> None:
+        self._context = context
+        self._outgoing = outgoing
+        self._block_size_tokens = context.layout.block_size_tokens
+        max_inflight_bytes = context.config.max_inflight_bytes
+        self._max_running_blocks = max(1, max_inflight_bytes // context.layout.block_bytes)
+        self.early = EarlyRegistrations(context)
         self._running_blocks: Counter[str] = Counter()
         self._next_write_id = 1
         self._stopped: list[TransferId] = []
-        self.outcomes: Counter[str] = Counter()
-
-    def __contains__(self, transfer_id: TransferId) -> bool:
-        """Return whether ``transfer_id`` is, or was lately, a push."""
-        return transfer_id in self._sends or transfer_id in self._ends
-
-    @property
-    def num_sends(self) -> int:
-        """Pushes that are not closed, and registrations that wait for their prefill."""
-        return len(self._sends) + len(self._early)
 
     # -- the engine's calls -------------------------------------------------------------------
-    def begin(self, transfer_id: TransferId, prompt: PromptIdentity) -> list[Effect]:
-        """See ``ConnectorPort.begin_send``; the planner has checked that the id is free."""
-        send = OutgoingPush(transfer_id, prompt)
-        self._sends[transfer_id] = send
-        effects: list[Effect] = [Notify(transfer_id, Admitted(transfer_id))]
-        if not self._early.begin(transfer_id):
-            return effects + self._step(send, OutgoingEvent.RELEASED)
-        early = self._early.pop(transfer_id)
+    def begin(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
+        """See ``ConnectorPort.begin_send``."""
+        push = OutgoingPush(transfer_id=transfer_id, prompt=prompt, role=self)
+        self._outgoing.add(push)
+        self._notify(push, Admitted(transfer_id))
+        if not self.early.begin(transfer_id):
+            self.step(push, OutgoingEvent.RELEASED)
+            return
+        early = self.early.pop(transfer_id)
         if early is None:
-            return effects
-        refusal = find_mismatch(send.prompt, early.message, self._block_size_tokens)
-        if refusal is not None:
-            return [*effects, mismatch_notice(transfer_id, refusal.detail)]
-        return effects + self._register(send, early.reader, early.message)
+            return
+        refusal = find_mismatch(prompt, early.message, self._block_size_tokens)
+        if refusal is None:
+            self._register(push, early.reader, early.message)
+        else:
+            self.early.tell_mismatch(transfer_id, refusal.detail)
 
-    def advance(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], num_tokens: int
-    ) -> list[Effect]:
+    def advance(self, push: OutgoingPush, blocks: Sequence[BlockNumber], num_tokens: int) -> None:
         """See ``ConnectorPort.advance_send``."""
-        send = self._sends.get(transfer_id)
-        if send is None or send.end is not None:
-            return []
-        self._refer_to(send, blocks)
-        send.num_ready = min(num_tokens // self._block_size_tokens, len(send.blocks))
-        send.has_blocks = True
-        return self._step(send, OutgoingEvent.ADVANCED)
+        if push.state in _PREFILL_GOES_ON:
+            self._refer(push, blocks, num_tokens // self._block_size_tokens)
+            push.has_blocks = True
+        self.step(push, OutgoingEvent.ADVANCED)
 
-    def pause(self, transfer_id: TransferId) -> None:
+    def pause(self, push: OutgoingPush) -> None:
         """See ``ConnectorPort.pause_send``."""
-        send = self._sends.get(transfer_id)
-        if send is not None and send.end is None:
-            send.has_blocks = False
-            self._let_go(send)
+        push.has_blocks = False
+        self.step(push, OutgoingEvent.PAUSED)
 
-    def complete(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], end: PrefillEnd
-    ) -> list[Effect]:
+    def complete(self, push: OutgoingPush, blocks: Sequence[BlockNumber], end: PrefillEnd) -> None:
         """See ``ConnectorPort.complete_send``."""
-        send = self._sends.get(transfer_id)
-        if send is None or send.end is not None:
-            return []
-        num_blocks = -(-send.prompt.num_tokens // self._block_size_tokens)
+        num_blocks = -(-push.prompt.num_tokens // self._block_size_tokens)
         if len(blocks) != num_blocks:
             raise LocalProtocolError(f"{len(blocks)} blocks for a prompt of {num_blocks} blocks")
-        self._refer_to(send, blocks)
-        send.num_ready = len(send.blocks)
-        send.end = end
-        return self._step(send, OutgoingEvent.COMPLETED)
+        if push.state in _PREFILL_GOES_ON:
+            self._refer(push, blocks, num_blocks)
+            push.end = end
+        self.step(push, OutgoingEvent.COMPLETED)
 
-    def withdraw(self, transfer_id: TransferId) -> list[Effect]:
-        """See ``ConnectorPort.withdraw``."""
-        send = self._sends.get(transfer_id)
-        if send is not None:
-            return self._step(send, OutgoingEvent.WITHDRAWN)
-        self._early.pop(transfer_id)
-        if transfer_id in self._ends:
-            return []
-        # Refused before it began: whoever has registered, or will, need not wait for it.
-        failed = Failed(transfer_id, FailureReason.ABORTED, True, "the prefill never began")
-        return [self._remember_end(transfer_id, failed)]
-
-    def decline_early(self, transfer_id: TransferId) -> list[Effect]:
-        """The prefill is handed over by pull: tell whoever has registered for it already."""
-        return self._early.decline(transfer_id, NOT_PUSHED)
-
-    def is_wanted(self, transfer_id: TransferId) -> bool:
-        """See ``ConnectorPort.is_send_wanted``."""
-        return self._early.is_wanted(transfer_id)
+    def withdraw(self, transfer_id: TransferId) -> None:
+        """See ``ConnectorPort.withdraw``; of a push, or of what has not begun."""
+        push = self._outgoing.find(transfer_id, OutgoingPush)
+        if push is not None:
+            self.step(push, OutgoingEvent.WITHDRAWN)
+        elif self._outgoing.end_of(transfer_id) is None:
+            # Refused before it began: whoever has registered, or will, need not wait for it.
+            self.early.fail(transfer_id)
 
     def take_stopped(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
-    def give_up_oldest(self, num_blocks: int) -> tuple[int, list[Effect]]:
-        """Give up held pushes that nobody registered for; also see ``ConnectorPort``."""
-        effects: list[Effect] = []
-        num_freed = 0
-        for send in list(self._sends.values()):
-            if num_freed >= num_blocks:
-                break
-            # A send that is just being completed must not make room for itself.
-            if send.state is OutgoingState.HELD and send.transfer_id in self._holds:
-                num_freed += len(send.blocks)
-                effects += self._step(send, OutgoingEvent.PRESSURE)
-        return num_freed, effects
-
-    def expire(self, transfer_id: TransferId) -> list[Effect]:
-        """The hold of ``transfer_id`` is past its time."""
-        send = self._sends.get(transfer_id)
-        return self._step(send, OutgoingEvent.EXPIRED) if send is not None else []
-
     # -- the receiver's messages --------------------------------------------------------------
-    def register(
-        self, reader: str, message: Register
-    ) -> tuple[Registered | Declined, list[Effect]]:
+    def register(self, reader: str, message: Register) -> Registered | Declined:
         """Take in which blocks to fill."""
-        send = self._sends.get(message.transfer_id)
-        if send is None:
-            end = self._ends.get(message.transfer_id)
-            if end is not None:
-                detail = f"the push of {message.transfer_id} has ended"
-                return decline(DeclineReason.GONE, detail), [Notify(message.transfer_id, end)]
-            return self._early.put(reader, message), []
-        refusal = find_mismatch(send.prompt, message, self._block_size_tokens)
+        push = self._outgoing.find(message.transfer_id, OutgoingPush)
+        if push is None:
+            return self._register_without_prefill(reader, message)
+        refusal = find_mismatch(push.prompt, message, self._block_size_tokens)
         if refusal is not None:
-            return refusal, []
-        if send.state is OutgoingState.DRAINING:
-            return decline(DeclineReason.GONE, "the push was given up"), []
-        current = send.registration
+            return refusal
+        if push.state is OutgoingState.DRAINING:
+            return decline(DeclineReason.GONE, "the push was given up")
+        current = push.registration
         is_repeated = current is not None and current.reader == reader
         if current is not None and is_repeated and message.generation <= current.generation:
-            return Registered(current.generation), []
-        return Registered(message.generation), self._register(send, reader, message)
+            return Registered(current.generation)
+        self._register(push, reader, message)
+        return Registered(message.generation)
 
-    def renew(self, message: Renew) -> tuple[Renewed | Declined, list[Effect]] | None:
-        """Answer a heartbeat, repeating the notices that still matter; None: not ours."""
-        transfer_id = message.transfer_id
-        end = self._ends.get(transfer_id)
-        if end is not None:
-            return Renewed(0.0, True), [Notify(transfer_id, end)]
-        send = self._sends.get(transfer_id)
-        if send is None:
-            return (Renewed(message.duration_s), []) if transfer_id in self._early else None
+    def _register_without_prefill(self, reader: str, message: Register) -> Registered | Declined:
+        end = self._outgoing.end_of(message.transfer_id)
+        if end is None:
+            return self.early.put(reader, message)
+        if end.notice is None:
+            return decline(DeclineReason.MISMATCH, NOT_PUSHED)
+        self._context.emit(Notify(message.transfer_id, end.notice))
+        return decline(DeclineReason.GONE, f"the push of {message.transfer_id} has ended")
+
+    def renew(self, push: OutgoingPush, message: Renew) -> Renewed | Declined:
+        """Answer a heartbeat, repeating the notices that still matter."""
         duration_s = message.duration_s
-        if send.state in (OutgoingState.HELD, OutgoingState.FLUSHING):
+        if push.hold_ends_s is not None:
             try:
-                duration_s = self._holds.renew(transfer_id, message.duration_s)
-            except FerryError as error:
-                return decline(DeclineReason.PRESSURE, str(error)), []
-        effects: list[Effect] = []
-        if send.running and send.registration is not None:
-            effects.append(Notify(transfer_id, Posting(transfer_id, send.registration.generation)))
-        if send.end is not None:
-            effects.append(Notify(transfer_id, first_token_notice(send, send.end)))
-        return Renewed(duration_s, send.is_admitted), effects
+                duration_s = self._outgoing.renew(push, duration_s)
+            except CapacityError as error:
+                return decline(DeclineReason.PRESSURE, str(error))
+        if push.running and push.registration is not None:
+            self._notify(push, Posting(push.transfer_id, push.registration.generation))
+        if push.end is not None:
+            self._notify(push, _first_token_notice(push, push.end))
+        return Renewed(duration_s, push.is_admitted)
 
-    def release(self, reader: str, message: Release) -> tuple[Released, list[Effect]]:
+    def release(self, push: OutgoingPush, reader: str, message: Release) -> Released:
         """Take in that the receiver wants no more."""
-        transfer_id = message.transfer_id
-        send = self._sends.get(transfer_id)
-        if send is not None:
-            is_quiet = all(w.registration.reader != reader for w in send.running.values())
-            current = send.registration
-            is_anothers = current is not None and current.reader != reader
-            return Released(is_quiet), [] if is_anothers else self._step(
-                send, OutgoingEvent.RELEASED
-            )
-        if transfer_id in self._ends:
-            return Released(), []
-        return Released(), [NotifyEngine()] if self._early.withdraw(transfer_id, reader) else []
+        is_quiet = all(w.registration.reader != reader for w in push.running.values())
+        if push.registration is None or push.is_for(reader):
+            self.step(push, OutgoingEvent.RELEASED)
+        return Released(is_quiet)
 
-    def lose_reader(self, reader: str) -> list[Effect]:
+    def lose_reader(self, reader: str) -> None:
         """``reader`` connects anew: what it had registered before may be another's by now."""
-        self._early.drop_reader(reader)
-        effects: list[Effect] = []
-        for send in list(self._sends.values()):
-            if send.registration is not None and send.registration.reader == reader:
-                send.detail = "the receiver has connected anew since it registered"
-                effects += self._step(send, OutgoingEvent.WRITE_FAILED)
-        return effects
+        self.early.drop_reader(reader)
+        for push in self._outgoing.of_kind(OutgoingPush):
+            if push.is_for(reader):
+                push.detail = "the receiver has connected anew since it registered"
+                self.step(push, OutgoingEvent.WRITE_FAILED)
 
     # -- the mover's events -------------------------------------------------------------------
-    def on_write_ended(self, event: WriteEnded) -> list[Effect]:
+    def on_write_ended(self, event: WriteEnded) -> None:
         """A posted WRITE is terminal: its source may be reused, its room is another's."""
-        send = self._sends.get(event.transfer_id)
-        write = send.running.pop(event.write_id, None) if send is not None else None
-        if send is None or write is None:
-            return []
-        self._pool.drop(write.blocks)
+        push = self._outgoing.find(event.transfer_id, OutgoingPush)
+        write = push.running.pop(event.write_id, None) if push is not None else None
+        if push is None or write is None:
+            return
+        self._context.blocks.drop(write.blocks)
         reader = write.registration.reader
         self._running_blocks[reader] -= len(write.blocks)
         if self._running_blocks[reader] <= 0:
             del self._running_blocks[reader]
-        effects = self._tell_old_generations_quiet(send, write.registration)
-        current = send.registration
-        if event.is_done or (current is not None and current.reader != reader):
-            effects += self._step(send, OutgoingEvent.WRITE_DONE)
+        self._tell_old_generations_quiet(push, write.registration)
+        if event.is_done or not push.is_for(reader):
+            self.step(push, OutgoingEvent.WRITE_DONE)
         else:
-            send.detail = event.detail
-            effects += self._step(send, OutgoingEvent.WRITE_FAILED)
-        for other in list(self._sends.values()):
-            registration = other.registration
-            if other is not send and registration is not None and registration.reader == reader:
-                effects += self._post_writes(other)
-        return effects
+            push.detail = event.detail
+            self.step(push, OutgoingEvent.WRITE_FAILED)
+        for other in self._outgoing.of_kind(OutgoingPush):
+            if other is not push and other.is_for(reader):
+                self._post_writes(other)
 
-    def tick(self) -> list[Effect]:
+    def tick(self) -> None:
         """Act on the deadlines that have passed."""
-        self._early.expire()
-        now_s = self._clock.monotonic_s()
-        effects: list[Effect] = []
-        for send in list(self._sends.values()):
-            if now_s >= send.grace_ends_s:
-                send.grace_ends_s = now_s + self._config.quarantine_grace_s
-                effects += self._step(send, OutgoingEvent.GRACE_OVER)
-        return effects
+        self.early.expire()
+        now_s = self._context.now_s()
+        for push in self._outgoing.of_kind(OutgoingPush):
+            if now_s >= push.grace_ends_s:
+                self.step(push, OutgoingEvent.GRACE_OVER)
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
-        deadlines = [s.grace_ends_s for s in self._sends.values()]
-        early = self._early.next_expiry_s()
-        due_s = min(deadlines + ([early] if early is not None else []), default=None)
+        deadlines = [p.grace_ends_s for p in self._outgoing.of_kind(OutgoingPush)]
+        early_s = self.early.next_expiry_s()
+        due_s = min(deadlines + ([] if early_s is None else [early_s]), default=float("inf"))
         return None if due_s == float("inf") else due_s
 
     # -- decisions ----------------------------------------------------------------------------
-    def _refer_to(self, send: OutgoingPush, blocks: Sequence[BlockNumber]) -> None:
-        """The prompt is in ``blocks``: keep each from being reused until it is written.
+    def _refer(self, push: OutgoingPush, blocks: Sequence[BlockNumber], num_ready: int) -> None:
+        """The first ``num_ready`` of ``blocks`` hold the prompt's KV."""
+        is_longer = self._outgoing.refer(push, blocks)
+        push.num_ready = min(num_ready, len(push.blocks))
+        if self._context.digests_of is not None:
+            # Now, and not when it is posted: what goes wrong in between is to be found.
+            known = push.ready_digests if is_longer else ()
+            ready = push.blocks[len(known) : push.num_ready]
+            push.ready_digests = known + self._context.digests_of(ready)
 
-        What was posted from other blocks stays right: each WRITE has references of its own.
-        """
-        is_longer = tuple(blocks[: len(send.blocks)]) == send.blocks
-        added, dropped = (blocks[len(send.blocks) :], ()) if is_longer else (blocks, send.blocks)
-        self._pool.hold(added)
-        self._pool.drop(dropped)
-        send.blocks = tuple(blocks)
-
-    def _let_go(self, send: OutgoingPush) -> None:
-        """Nothing more is posted from the blocks of now."""
-        self._pool.drop(send.blocks)
-        send.blocks, send.num_ready = (), 0
-
-    def _register(self, send: OutgoingPush, reader: str, message: Register) -> list[Effect]:
-        send.registration = Registration(
-            reader, message.generation, message.first_block, message.blocks
+    def _register(self, push: OutgoingPush, reader: str, message: Register) -> None:
+        push.registration = Registration(
+            reader,
+            message.generation,
+            message.first_block,
+            message.blocks,
+            message.want_block_digests,
         )
-        effects: list[Effect] = []
-        if message.generation > 0 and not send.running:
-            quiet = Quiet(send.transfer_id, message.generation - 1)
-            effects.append(Notify(send.transfer_id, quiet))
-        return effects + self._step(send, OutgoingEvent.REGISTERED)
+        if message.generation > 0 and not push.running:
+            self._notify(push, Quiet(push.transfer_id, message.generation - 1))
+        self.step(push, OutgoingEvent.REGISTERED)
 
-    def _tell_old_generations_quiet(self, send: OutgoingPush, ended: Registration) -> list[Effect]:
-        current = send.registration
+    def _tell_old_generations_quiet(self, push: OutgoingPush, ended: Registration) -> None:
+        current = push.registration
         if current is None or ended == current or ended.reader != current.reader:
-            return []
-        if any(w.registration.generation < current.generation for w in send.running.values()):
-            return []
-        return [Notify(send.transfer_id, Quiet(send.transfer_id, current.generation - 1))]
+            return
+        if all(w.registration.generation >= current.generation for w in push.running.values()):
+            self._notify(push, Quiet(push.transfer_id, current.generation - 1))
 
-    def _step(self, send: OutgoingPush, event: OutgoingEvent) -> list[Effect]:
-        was = send.state
-        rule = PUSH_SENDER.step(was, event)
-        send.state = rule.next_state
-        effects: list[Effect] = []
-        for action in rule.actions:
-            effects += self._act(send, action, event)
-        if send.state in (OutgoingState.DRAINING, OutgoingState.CLOSED):
-            self._let_go(send)
-        if send.state is OutgoingState.DRAINING and was is not OutgoingState.DRAINING:
-            send.grace_ends_s = self._clock.monotonic_s() + self._config.quarantine_grace_s
-        if send.state is OutgoingState.FLUSHING and send.is_written:
-            effects += self._step(send, OutgoingEvent.ALL_WRITTEN)
-        elif send.state is OutgoingState.DRAINING and not send.running:
-            effects += self._step(send, OutgoingEvent.DRAINED)
-        elif send.state is OutgoingState.CLOSED and was is not OutgoingState.CLOSED:
-            effects.append(self._close(send, event))
-        return effects
+    def step(self, push: OutgoingPush, event: OutgoingEvent) -> None:
+        """Take in an event of one push."""
+        self._context.run(PUSH_SENDER, push, event, lambda *what: self._act(push, *what))
+        if push.state is PUSH_SENDER.final:
+            self._outgoing.close(push)
 
     def _act(  # noqa: C901 - one branch per action
-        self, send: OutgoingPush, action: OutgoingAction, event: OutgoingEvent
-    ) -> list[Effect]:
+        self, push: OutgoingPush, action: OutgoingAction, event: OutgoingEvent
+    ) -> None:
         match action:
             case OutgoingAction.RESTART_WRITES:
-                if send.registration is not None:
-                    send.next_position = send.registration.first_block
+                if push.registration is not None:
+                    push.next_position = push.registration.first_block
             case OutgoingAction.POST_WRITES:
-                return self._post_writes(send)
-            case OutgoingAction.TAKE_HOLD:
-                return self._holds.take(send.transfer_id, send.blocks)
-            case OutgoingAction.RELEASE_HOLD:
-                self._holds.release(send.transfer_id)
+                self._post_writes(push)
+            case OutgoingAction.HOLD:
+                self._outgoing.hold(push)
+            case OutgoingAction.LET_GO:
+                self._outgoing.let_go(push)
+                push.num_ready, push.ready_digests = 0, ()
             case OutgoingAction.STOP_PREFILL:
-                self._stopped.append(send.transfer_id)
-                return [NotifyEngine()]
-            case OutgoingAction.TELL_FIRST_TOKEN if send.end is not None:
-                return [Notify(send.transfer_id, first_token_notice(send, send.end))]
-            case OutgoingAction.TELL_WRITTEN if send.end is not None:
-                return [self._remember_end(send.transfer_id, written_notice(send, send.end))]
+                self._stopped.append(push.transfer_id)
+                self._context.emit(NotifyEngine())
+            case OutgoingAction.TELL_FIRST_TOKEN:
+                if push.end is not None:
+                    self._notify(push, _first_token_notice(push, push.end))
+            case OutgoingAction.TELL_WRITTEN:
+                if push.end is not None:
+                    self._tell_end(push, event, _written_notice(push, push.end))
             case OutgoingAction.TELL_FAILED:
-                reason = REASON_OF_END[event]
-                failed = Failed(send.transfer_id, reason, not send.running, send.detail[:1024])
-                return [self._remember_end(send.transfer_id, failed)]
+                reason = _REASON_OF_END[event]
+                is_quiet = not push.running
+                failed = Failed(push.transfer_id, reason, is_quiet, push.detail[:1024])
+                self._tell_end(push, event, failed)
             case OutgoingAction.TELL_QUIET:
-                generation = send.registration.generation if send.registration else 0
-                return [Notify(send.transfer_id, Quiet(send.transfer_id, generation))]
+                generation = push.registration.generation if push.registration else 0
+                self._notify(push, Quiet(push.transfer_id, generation))
+            case OutgoingAction.START_GRACE:
+                push.grace_ends_s = self._context.now_s() + self._context.config.quarantine_grace_s
             case OutgoingAction.DISCONNECT_READER:
-                readers = {w.registration.reader for w in send.running.values()}
-                return [DisconnectReader(reader) for reader in sorted(readers)]
-            case _:  # pragma: no cover - a token is told only where there is one
-                pass
-        return []
+                readers = {w.registration.reader for w in push.running.values()}
+                self._context.emit(*(DisconnectReader(reader) for reader in sorted(readers)))
+            case OutgoingAction.COUNT_END:
+                self._count_end(push, event)
 
-    def _post_writes(self, send: OutgoingPush) -> list[Effect]:
-        registration = send.registration
-        if registration is None or send.state not in (
-            OutgoingState.FOLLOWING,
-            OutgoingState.FLUSHING,
-        ):
-            return []
-        effects: list[Effect] = []
+    def _post_writes(self, push: OutgoingPush) -> None:
+        registration = push.registration
+        is_writing = push.state in (OutgoingState.FOLLOWING, OutgoingState.FLUSHING)
+        if registration is None or not is_writing:
+            return
         room = self._max_running_blocks - self._running_blocks[registration.reader]
-        count = min(room, send.num_ready - send.next_position)
+        count = min(room, push.num_ready - push.next_position)
         if count <= 0:
-            return []
-        if not send.running:
-            posting = Posting(send.transfer_id, registration.generation)
-            effects.append(Notify(send.transfer_id, posting))
-        start, end = send.next_position, send.next_position + count
-        local = send.blocks[start:end]
+            return
+        if not push.running:
+            self._notify(push, Posting(push.transfer_id, registration.generation))
+        start, end = push.next_position, push.next_position + count
+        local = push.blocks[start:end]
         offset = start - registration.first_block
         remote = registration.blocks[offset : offset + count]
-        self._pool.hold(local)
-        send.next_position = end
-        send.running[self._next_write_id] = RunningWrite(registration, local)
-        self._running_blocks[registration.reader] += count
-        effects.append(
-            PostWrite(registration.reader, send.transfer_id, self._next_write_id, local, remote)
-        )
+        write_id = self._next_write_id
         self._next_write_id += 1
-        return effects
+        # The WRITE owns its source: the push may let go of it meanwhile.
+        self._context.blocks.hold(local)
+        push.next_position = end
+        push.posted_digests.update(enumerate(push.ready_digests[start:end], start))
+        push.running[write_id] = RunningWrite(registration, local)
+        self._running_blocks[registration.reader] += count
+        self._context.emit(
+            PostWrite(registration.reader, push.transfer_id, write_id, local, remote)
+        )
 
-    def _remember_end(self, transfer_id: TransferId, notice: Notice) -> Effect:
-        self._ends[transfer_id] = notice
-        while len(self._ends) > MAX_REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
-        return Notify(transfer_id, notice)
+    def _notify(self, push: OutgoingPush, notice: Notice) -> None:
+        self._context.emit(Notify(push.transfer_id, notice))
 
-    def _close(self, send: OutgoingPush, event: OutgoingEvent) -> Effect:
-        self._sends.pop(send.transfer_id, None)
-        if send.transfer_id not in self._ends:
-            self._remember_end(send.transfer_id, Quiet(send.transfer_id, 2**40))
-        outcome = "written" if event is OutgoingEvent.ALL_WRITTEN else event.value
-        self.outcomes[outcome] += 1
-        return CountOfferEnd(outcome)
+    def _tell_end(self, push: OutgoingPush, event: OutgoingEvent, notice: Notice) -> None:
+        self._outgoing.remember_end(push.transfer_id, End(event.value, notice))
+        self._notify(push, notice)
+
+    def _count_end(self, push: OutgoingPush, event: OutgoingEvent) -> None:
+        if self._outgoing.end_of(push.transfer_id) is None:
+            nothing = Quiet(push.transfer_id, _ALL_GENERATIONS)
+            self._outgoing.remember_end(push.transfer_id, End(event.value, nothing))
+        outcome = "written" if event is OutgoingEvent.IS_WRITTEN else event.value
+        self._context.count("offer", outcome)
+        self._context.emit(CountOfferEnd(outcome))
+
+
+def _first_token_notice(push: OutgoingPush, end: PrefillEnd) -> FirstTokenReady:
+    return FirstTokenReady(
+        push.transfer_id, end.first_token, push.prompt.digest, end.ended_s, end.report
+    )
+
+
+def _written_notice(push: OutgoingPush, end: PrefillEnd) -> Written:
+    registration = push.registration
+    first_block = registration.first_block if registration is not None else 0
+    generation = registration.generation if registration is not None else 0
+    return Written(
+        push.transfer_id,
+        generation,
+        first_block,
+        len(push.blocks) - first_block,
+        push.prompt.num_tokens,
+        end.first_token,
+        push.prompt.digest,
+        end.ended_s,
+        end.report,
+        _told_digests(push, registration),
+    )
+
+
+def _told_digests(push: OutgoingPush, registration: Registration | None) -> tuple[bytes, ...]:
+    if registration is None or not registration.wants_digests or not push.posted_digests:
+        return ()
+    return tuple(push.posted_digests[p] for p in range(registration.first_block, len(push.blocks)))

@@ -33,17 +33,21 @@ class OutgoingEvent(StrEnum):
 
     REGISTERED = "registered"
     ADVANCED = "advanced"
+    PAUSED = "paused"
+    """The prefill was preempted: it has no blocks for now."""
     COMPLETED = "completed"
     WRITE_DONE = "write_done"
-    ALL_WRITTEN = "all_written"
     WRITE_FAILED = "write_failed"
     RELEASED = "released"
     """The receiver wants no more of it, for whatever reason."""
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
     PRESSURE = "pressure"
-    DRAINED = "drained"
     GRACE_OVER = "grace_over"
+    IS_WRITTEN = "is_written"
+    """By itself: every position is written and nothing runs any more."""
+    IS_DRAINED = "is_drained"
+    """By itself: nothing runs any more."""
 
 
 class OutgoingAction(StrEnum):
@@ -51,14 +55,16 @@ class OutgoingAction(StrEnum):
 
     RESTART_WRITES = "restart_writes"
     POST_WRITES = "post_writes"
-    TAKE_HOLD = "take_hold"
-    RELEASE_HOLD = "release_hold"
+    HOLD = "hold"
+    LET_GO = "let_go"
     STOP_PREFILL = "stop_prefill"
     TELL_FIRST_TOKEN = "tell_first_token"
     TELL_WRITTEN = "tell_written"
     TELL_FAILED = "tell_failed"
     TELL_QUIET = "tell_quiet"
+    START_GRACE = "start_grace"
     DISCONNECT_READER = "disconnect_reader"
+    COUNT_END = "count_end"
 
 
 _S = OutgoingState
@@ -66,6 +72,10 @@ _E = OutgoingEvent
 _A = OutgoingAction
 
 _REGISTER = (_A.RESTART_WRITES, _A.POST_WRITES)
+_LEAVE = (_A.LET_GO, _A.COUNT_END)
+_FAIL = (_A.TELL_FAILED, *_LEAVE)
+_FAIL_AND_DRAIN = Rule(_S.DRAINING, (*_FAIL, _A.START_GRACE))
+_NOTHING_MORE: Rule[OutgoingState, OutgoingAction] = Rule(_S.DRAINING)
 
 PUSH_SENDER: Table[OutgoingState, OutgoingEvent, OutgoingAction] = Table(
     name="push sender",
@@ -73,33 +83,49 @@ PUSH_SENDER: Table[OutgoingState, OutgoingEvent, OutgoingAction] = Table(
     final=_S.CLOSED,
     rules={
         (_S.COMPUTING, _E.REGISTERED): Rule(_S.FOLLOWING, _REGISTER),
-        (_S.COMPUTING, _E.COMPLETED): Rule(_S.HELD, (_A.TAKE_HOLD, _A.TELL_FIRST_TOKEN)),
-        (_S.COMPUTING, _E.RELEASED): Rule(_S.CLOSED, (_A.STOP_PREFILL,)),
-        (_S.COMPUTING, _E.WITHDRAWN): Rule(_S.CLOSED, (_A.TELL_FAILED,)),
+        (_S.COMPUTING, _E.ADVANCED): Rule(_S.COMPUTING),
+        (_S.COMPUTING, _E.PAUSED): Rule(_S.COMPUTING, (_A.LET_GO,)),
+        (_S.COMPUTING, _E.COMPLETED): Rule(_S.HELD, (_A.HOLD, _A.TELL_FIRST_TOKEN)),
+        (_S.COMPUTING, _E.RELEASED): Rule(_S.CLOSED, (_A.STOP_PREFILL, *_LEAVE)),
+        (_S.COMPUTING, _E.WITHDRAWN): Rule(_S.CLOSED, _FAIL),
         (_S.FOLLOWING, _E.REGISTERED): Rule(_S.FOLLOWING, _REGISTER),
         (_S.FOLLOWING, _E.ADVANCED): Rule(_S.FOLLOWING, (_A.POST_WRITES,)),
+        (_S.FOLLOWING, _E.PAUSED): Rule(_S.FOLLOWING, (_A.LET_GO,)),
         (_S.FOLLOWING, _E.WRITE_DONE): Rule(_S.FOLLOWING, (_A.POST_WRITES,)),
         (_S.FOLLOWING, _E.COMPLETED): Rule(
-            _S.FLUSHING, (_A.TAKE_HOLD, _A.TELL_FIRST_TOKEN, _A.POST_WRITES)
+            _S.FLUSHING, (_A.HOLD, _A.TELL_FIRST_TOKEN, _A.POST_WRITES)
         ),
-        (_S.FOLLOWING, _E.WRITE_FAILED): Rule(_S.DRAINING, (_A.TELL_FAILED,)),
-        (_S.FOLLOWING, _E.RELEASED): Rule(_S.DRAINING, (_A.STOP_PREFILL,)),
-        (_S.FOLLOWING, _E.WITHDRAWN): Rule(_S.DRAINING, (_A.TELL_FAILED,)),
+        (_S.FOLLOWING, _E.WRITE_FAILED): _FAIL_AND_DRAIN,
+        (_S.FOLLOWING, _E.RELEASED): Rule(_S.DRAINING, (_A.STOP_PREFILL, *_LEAVE, _A.START_GRACE)),
+        (_S.FOLLOWING, _E.WITHDRAWN): _FAIL_AND_DRAIN,
         (_S.HELD, _E.REGISTERED): Rule(_S.FLUSHING, _REGISTER),
-        (_S.HELD, _E.RELEASED): Rule(_S.CLOSED, (_A.RELEASE_HOLD,)),
-        (_S.HELD, _E.WITHDRAWN): Rule(_S.CLOSED, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
-        (_S.HELD, _E.EXPIRED): Rule(_S.CLOSED, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
-        (_S.HELD, _E.PRESSURE): Rule(_S.CLOSED, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
+        (_S.HELD, _E.RELEASED): Rule(_S.CLOSED, _LEAVE),
+        (_S.HELD, _E.WITHDRAWN): Rule(_S.CLOSED, _FAIL),
+        (_S.HELD, _E.EXPIRED): Rule(_S.CLOSED, _FAIL),
+        (_S.HELD, _E.PRESSURE): Rule(_S.CLOSED, _FAIL),
         (_S.FLUSHING, _E.REGISTERED): Rule(_S.FLUSHING, _REGISTER),
         (_S.FLUSHING, _E.WRITE_DONE): Rule(_S.FLUSHING, (_A.POST_WRITES,)),
-        (_S.FLUSHING, _E.ALL_WRITTEN): Rule(_S.CLOSED, (_A.TELL_WRITTEN, _A.RELEASE_HOLD)),
-        (_S.FLUSHING, _E.WRITE_FAILED): Rule(_S.DRAINING, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
-        (_S.FLUSHING, _E.RELEASED): Rule(_S.DRAINING, (_A.RELEASE_HOLD,)),
-        (_S.FLUSHING, _E.WITHDRAWN): Rule(_S.DRAINING, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
-        (_S.FLUSHING, _E.EXPIRED): Rule(_S.DRAINING, (_A.RELEASE_HOLD, _A.TELL_FAILED)),
-        (_S.DRAINING, _E.DRAINED): Rule(_S.CLOSED, (_A.TELL_QUIET,)),
-        (_S.DRAINING, _E.GRACE_OVER): Rule(_S.DRAINING, (_A.DISCONNECT_READER,)),
+        (_S.FLUSHING, _E.WRITE_FAILED): _FAIL_AND_DRAIN,
+        (_S.FLUSHING, _E.RELEASED): Rule(_S.DRAINING, (*_LEAVE, _A.START_GRACE)),
+        (_S.FLUSHING, _E.WITHDRAWN): _FAIL_AND_DRAIN,
+        (_S.FLUSHING, _E.EXPIRED): _FAIL_AND_DRAIN,
+        (_S.DRAINING, _E.GRACE_OVER): Rule(_S.DRAINING, (_A.START_GRACE, _A.DISCONNECT_READER)),
+        (_S.DRAINING, _E.WRITE_DONE): _NOTHING_MORE,
+        (_S.DRAINING, _E.WRITE_FAILED): _NOTHING_MORE,
+        (_S.DRAINING, _E.RELEASED): _NOTHING_MORE,
+        (_S.DRAINING, _E.ADVANCED): _NOTHING_MORE,
+        (_S.DRAINING, _E.PAUSED): _NOTHING_MORE,
+        (_S.DRAINING, _E.COMPLETED): _NOTHING_MORE,
+        (_S.DRAINING, _E.WITHDRAWN): _NOTHING_MORE,
     },
+    automatic={
+        _S.FLUSHING: (
+            _E.IS_WRITTEN,
+            Rule(_S.CLOSED, (_A.TELL_WRITTEN, *_LEAVE)),
+        ),
+        _S.DRAINING: (_E.IS_DRAINED, Rule(_S.CLOSED, (_A.TELL_QUIET,))),
+    },
+    local=frozenset({_E.ADVANCED, _E.PAUSED, _E.COMPLETED, _E.WITHDRAWN, _E.PRESSURE}),
 )
 
 
@@ -110,8 +136,8 @@ class IncomingState(StrEnum):
     """The request has arrived; it has no blocks for the peer to fill."""
     FILLING = "filling"
     """Blocks are registered; the peer may write to them at any moment."""
-    QUARANTINED = "quarantined"
-    """The request goes on without; a posted WRITE may still touch the blocks."""
+    ENDED = "ended"
+    """The request goes on, with the blocks or without; a posted WRITE may still touch some."""
     CLOSED = "closed"
 
 
@@ -122,9 +148,13 @@ class IncomingEvent(StrEnum):
     GIVEN_BACK = "given_back"
     """The engine needs the blocks for another request; this one will register others."""
     DECLINED = "declined"
+    MISMATCHED = "mismatched"
+    """The peer computes another prompt under this id, of no use to us."""
     POSTING = "posting"
     FIRST_TOKEN = "first_token"
     WRITTEN = "written"
+    WRITTEN_CORRUPT = "written_corrupt"
+    """Written, but the blocks' digests differ on both sides."""
     FAILED = "failed"
     FAILED_QUIET = "failed_quiet"
     PEER_LOST = "peer_lost"
@@ -132,19 +162,22 @@ class IncomingEvent(StrEnum):
     NOT_NEEDED = "not_needed"
     CANCELLED = "cancelled"
     QUIET = "quiet"
+    """Nothing of some generations can land any more."""
     GRACE_OVER = "grace_over"
+    IS_QUIET = "is_quiet"
+    """By itself: nothing can land any more."""
 
 
 class IncomingAction(StrEnum):
     """What a receiver does."""
 
-    HOLD_BLOCKS = "hold_blocks"
     SEND_REGISTER = "send_register"
     DROP_BLOCKS = "drop_blocks"
     QUARANTINE_BLOCKS = "quarantine_blocks"
     LEAVE_QUARANTINE = "leave_quarantine"
     START_PROGRESS = "start_progress"
     STOP_PROGRESS = "stop_progress"
+    START_GRACE = "start_grace"
     SEND_RELEASE = "send_release"
     REPORT = "report"
     REPORT_FIRST_TOKEN = "report_first_token"
@@ -155,32 +188,41 @@ _F = IncomingState
 _V = IncomingEvent
 _B = IncomingAction
 
-_ABANDON = Rule(_F.QUARANTINED, (_B.QUARANTINE_BLOCKS, _B.START_PROGRESS, _B.SEND_RELEASE))
-_ABANDON_AND_REPORT = Rule(_F.QUARANTINED, (*_ABANDON.actions, _B.REPORT))
-_END_AND_REPORT = Rule(_F.CLOSED, (_B.SEND_RELEASE, _B.REPORT))
-_END = Rule(_F.CLOSED, (_B.SEND_RELEASE,))
+_END = Rule(_F.ENDED, (_B.SEND_RELEASE, _B.START_GRACE))
+_END_AND_REPORT = Rule(_F.ENDED, (*_END.actions, _B.REPORT))
+_END_FILLED = Rule(_F.ENDED, (_B.LEAVE_QUARANTINE, _B.DROP_BLOCKS, *_END_AND_REPORT.actions))
+_END_UNHEARD = Rule(_F.ENDED, (_B.START_GRACE, _B.REPORT))
+_ABANDON = Rule(
+    _F.ENDED, (_B.QUARANTINE_BLOCKS, _B.START_PROGRESS, _B.SEND_RELEASE, _B.START_GRACE)
+)
+_ABANDON_AND_REPORT = Rule(_F.ENDED, (*_ABANDON.actions, _B.REPORT))
 
 PUSH_RECEIVER: Table[IncomingState, IncomingEvent, IncomingAction] = Table(
     name="push receiver",
     initial=_F.ANNOUNCED,
     final=_F.CLOSED,
     rules={
-        (_F.ANNOUNCED, _V.BLOCKS_GIVEN): Rule(_F.FILLING, (_B.HOLD_BLOCKS, _B.SEND_REGISTER)),
+        (_F.ANNOUNCED, _V.BLOCKS_GIVEN): Rule(_F.FILLING, (_B.SEND_REGISTER,)),
         (_F.ANNOUNCED, _V.FIRST_TOKEN): Rule(_F.ANNOUNCED, (_B.REPORT_FIRST_TOKEN,)),
-        (_F.ANNOUNCED, _V.FAILED): Rule(_F.CLOSED, (_B.REPORT,)),
-        (_F.ANNOUNCED, _V.FAILED_QUIET): Rule(_F.CLOSED, (_B.REPORT,)),
+        (_F.ANNOUNCED, _V.QUIET): Rule(_F.ANNOUNCED, (_B.LEAVE_QUARANTINE,)),
+        (_F.ANNOUNCED, _V.MISMATCHED): _END_AND_REPORT,
+        (_F.ANNOUNCED, _V.FAILED): _END_UNHEARD,
+        (_F.ANNOUNCED, _V.FAILED_QUIET): Rule(
+            _F.ENDED, (_B.LEAVE_QUARANTINE, *_END_UNHEARD.actions)
+        ),
         (_F.ANNOUNCED, _V.PEER_LOST): _END_AND_REPORT,
         (_F.ANNOUNCED, _V.DEADLINE): _END_AND_REPORT,
         (_F.ANNOUNCED, _V.NOT_NEEDED): _END,
         (_F.ANNOUNCED, _V.CANCELLED): _END,
         (_F.FILLING, _V.POSTING): Rule(_F.FILLING, (_B.START_PROGRESS,)),
         (_F.FILLING, _V.FIRST_TOKEN): Rule(_F.FILLING, (_B.REPORT_FIRST_TOKEN,)),
-        (_F.FILLING, _V.WRITTEN): Rule(
-            _F.CLOSED, (_B.STOP_PROGRESS, _B.DROP_BLOCKS, _B.SEND_RELEASE, _B.REPORT)
-        ),
-        (_F.FILLING, _V.DECLINED): Rule(_F.CLOSED, (_B.STOP_PROGRESS, _B.DROP_BLOCKS, _B.REPORT)),
+        (_F.FILLING, _V.QUIET): Rule(_F.FILLING, (_B.LEAVE_QUARANTINE,)),
+        (_F.FILLING, _V.WRITTEN): _END_FILLED,
+        (_F.FILLING, _V.WRITTEN_CORRUPT): _END_FILLED,
+        (_F.FILLING, _V.DECLINED): Rule(_F.ENDED, (_B.DROP_BLOCKS, *_END_UNHEARD.actions)),
+        (_F.FILLING, _V.MISMATCHED): Rule(_F.ENDED, (_B.DROP_BLOCKS, *_END_AND_REPORT.actions)),
         (_F.FILLING, _V.FAILED_QUIET): Rule(
-            _F.CLOSED, (_B.STOP_PROGRESS, _B.DROP_BLOCKS, _B.REPORT)
+            _F.ENDED, (_B.LEAVE_QUARANTINE, _B.DROP_BLOCKS, *_END_UNHEARD.actions)
         ),
         (_F.FILLING, _V.FAILED): _ABANDON_AND_REPORT,
         (_F.FILLING, _V.PEER_LOST): _ABANDON_AND_REPORT,
@@ -188,9 +230,13 @@ PUSH_RECEIVER: Table[IncomingState, IncomingEvent, IncomingAction] = Table(
         (_F.FILLING, _V.NOT_NEEDED): _ABANDON,
         (_F.FILLING, _V.CANCELLED): _ABANDON,
         (_F.FILLING, _V.GIVEN_BACK): Rule(_F.ANNOUNCED, (_B.QUARANTINE_BLOCKS,)),
-        (_F.QUARANTINED, _V.QUIET): Rule(_F.CLOSED, (_B.LEAVE_QUARANTINE, _B.STOP_PROGRESS)),
-        (_F.QUARANTINED, _V.GRACE_OVER): Rule(
-            _F.QUARANTINED, (_B.DISCONNECT_PEER, _B.SEND_RELEASE)
+        (_F.ENDED, _V.QUIET): Rule(_F.ENDED, (_B.LEAVE_QUARANTINE,)),
+        (_F.ENDED, _V.GRACE_OVER): Rule(
+            _F.ENDED, (_B.START_GRACE, _B.DISCONNECT_PEER, _B.SEND_RELEASE)
         ),
+        (_F.ENDED, _V.NOT_NEEDED): Rule(_F.ENDED),
+        (_F.ENDED, _V.CANCELLED): Rule(_F.ENDED),
     },
+    automatic={_F.ENDED: (_V.IS_QUIET, Rule(_F.CLOSED, (_B.STOP_PROGRESS,)))},
+    local=frozenset({_V.BLOCKS_GIVEN, _V.GIVEN_BACK, _V.NOT_NEEDED, _V.CANCELLED}),
 )
