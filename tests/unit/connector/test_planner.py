@@ -9,7 +9,6 @@ import pytest
 
 from kvferry.connector.machine.effects import CountDropped, PostWrite
 from kvferry.connector.machine.events import AcquireAnswered
-from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
