@@ -14,7 +14,7 @@ from kvferry.connector.machine.effects import PostWrite
 from kvferry.connector.mover.mover import Mover
 from kvferry.connector.peers.inbound import reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
-from kvferry.connector.peers.writes import Writes
+from kvferry.connector.peers.posted import Writes
 from kvferry.protocol.codec import encode
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Hello, Message, Reply

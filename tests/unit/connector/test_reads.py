@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.connector.machine.effects import PostRead
 from kvferry.connector.machine.events import Event, ReadEnded, ReadStatus
-from kvferry.connector.peers.reads import Reads
+from kvferry.connector.peers.posted import Reads
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.params import PeerAddress
@@ -111,7 +111,7 @@ def test_a_failed_read_ends_when_its_link_is_quiet(posted: _Posted, how: str) ->
     assert isinstance(event, ReadEnded)
     assert event.status is ReadStatus.FAILED
     assert reads.num_unquiet == 0
-    assert reads.take_broken() == ([] if how == "torn down" else [link])
+    assert reads.take_broken() == ([] if how == "torn down" else [(EFFECT, link)])
 
 
 def test_a_link_that_could_not_be_torn_down_is_tried_again(posted: _Posted) -> None:

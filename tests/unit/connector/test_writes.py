@@ -9,9 +9,10 @@ import pytest
 
 from kvferry.connector.machine.effects import PostWrite
 from kvferry.connector.machine.events import Event, WriteEnded
-from kvferry.connector.peers.writes import Writes
+from kvferry.connector.peers.posted import Writes
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Transfer, TransferStatus
 from tests.unit.connector.test_reads import _Link, _Transfer
 
@@ -31,7 +32,7 @@ class _Target(_Link):
 @pytest.mark.parametrize("how", ["error", "torn down", "refused"])
 def test_a_failed_write_ends_when_its_link_is_torn_down(how: str) -> None:
     events: deque[Event] = deque()
-    writes, link = Writes(events), _Target(num_disconnects_needed=4, quiet=True)
+    writes, link = Writes(FakeClock(), events), _Target(num_disconnects_needed=4, quiet=True)
     link.refuses = how == "refused"
     writes.post(EFFECT, link)
     if how == "error":
@@ -47,13 +48,13 @@ def test_a_failed_write_ends_when_its_link_is_torn_down(how: str) -> None:
     assert isinstance(event, WriteEnded)
     assert (event.transfer_id, event.write_id, event.is_done) == ("xfer", 3, False)
     assert writes.num_unquiet == 0
-    broken = [] if how == "torn down" else [("decode-0/7", link)]
+    broken = [] if how == "torn down" else [(EFFECT, link)]
     assert writes.take_broken() == broken
 
 
 def test_a_write_that_is_done_says_so() -> None:
     events: deque[Event] = deque()
-    writes, link = Writes(events), _Target(status=TransferStatus.DONE)
+    writes, link = Writes(FakeClock(), events), _Target(status=TransferStatus.DONE)
     writes.post(EFFECT, link)
     assert [type(event) for event in events] == [WriteEnded]
     assert link.calls == ["release"]

@@ -39,9 +39,8 @@ from kvferry.connector.peers.control import ControlContext, ControlServer, Recei
 from kvferry.connector.peers.inbound import InboundPeers, reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.parts import MoverParts
-from kvferry.connector.peers.reads import Reads
+from kvferry.connector.peers.posted import Reads, Writes
 from kvferry.connector.peers.requests import Sendable
-from kvferry.connector.peers.writes import Writes
 from kvferry.connector.ports import LinkCounts
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
@@ -75,7 +74,7 @@ class Mover:
         self._is_torn_down = False
         self._poller = zmq.Poller()
         self._reads = Reads(parts.clock, parts.events)
-        self._writes = Writes(parts.events)
+        self._writes = Writes(parts.clock, parts.events)
         self._inbound = InboundPeers(parts)
         self._outbound = OutboundPeers(
             parts, self._context, self._poller, self._reads, self._count_malformed
@@ -164,10 +163,10 @@ class Mover:
         self._writes.poll()
         self._settle()
         # A link on which a WRITE failed serves no more; its reader hears so, and connects anew.
-        for reader, link in self._writes.take_broken():
-            if self._inbound.link(reader) is link:
-                self._inbound.drop(reader)
-                self._planner.lose_reader(reader)
+        for effect, link in self._writes.take_broken():
+            if self._inbound.link(effect.reader) is link:
+                self._inbound.drop(effect.reader)
+                self._planner.lose_reader(effect.reader)
 
     def _wait_s(self) -> float:
         if self._failure_rest_s:

@@ -13,7 +13,7 @@ from kvferry.connector.machine.effects import SendRelease
 from kvferry.connector.machine.events import PeerLost, PeerQuiet
 from kvferry.connector.peers.control import ControlClient, ControlContext, CountMalformed
 from kvferry.connector.peers.parts import MoverParts
-from kvferry.connector.peers.reads import Reads
+from kvferry.connector.peers.posted import Reads
 from kvferry.connector.peers.requests import Sendable
 from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
@@ -159,7 +159,7 @@ class OutboundPeers:
 
     def drop_broken(self) -> None:
         """Give up the sessions whose links have failed; whoever comes next connects anew."""
-        broken = self._reads.take_broken()
+        broken = [link for _, link in self._reads.take_broken()]
         for session in list(self._sessions.values()) if broken else ():
             if session.link in broken and not session.link_closed:
                 self._tear_down(session, ReceiveOutcome.FAILED, "its link has failed")
