@@ -11,12 +11,10 @@ from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.machine.effects import (
+    Asked,
     Effect,
     PostRead,
-    SendAcquire,
-    SendAcquireHistory,
-    SendRelease,
-    SendRenew,
+    Send,
     StartServing,
     StopServing,
 )
@@ -31,14 +29,13 @@ from tests.model.driven import driven
 
 HOLDER, READER = InstanceId("holder"), InstanceId("reader")
 PEER = PeerAddress(HOLDER, Epoch(1), "tcp://127.0.0.1:1")
-Sent = SendAcquire | SendAcquireHistory | SendRenew | SendRelease
 
 
 @dataclasses.dataclass
 class Flight:
     """A message on its way to the holder."""
 
-    effect: Sent
+    message: Asked
     sent_s: float
 
 
@@ -73,8 +70,8 @@ class ReadWalk(RuleBasedStateMachine):
     def run(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case SendAcquire() | SendAcquireHistory() | SendRenew() | SendRelease():
-                    self.flights.append(Flight(effect, self.clock.monotonic_s()))
+                case Send():
+                    self.flights.append(Flight(effect.message, self.clock.monotonic_s()))
                 case PostRead():
                     assert effect.transfer_id not in self.reads
                     self.reads[effect.transfer_id] = effect
@@ -85,9 +82,8 @@ class ReadWalk(RuleBasedStateMachine):
                 case _:
                     pass
 
-    def release(self, effect: SendRelease) -> None:
-        release = Release(READER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-        self.run(self.planners[HOLDER].answer("reader/1", release)[1])
+    def release(self, message: Release) -> None:
+        self.run(self.planners[HOLDER].answer("reader/1", message)[1])
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), fate=st.sampled_from(["deliver", "repeat", "lose"]))

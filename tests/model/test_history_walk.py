@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvferry.blocks.partials import partial_content
-from kvferry.connector.machine.effects import (
-    SendAcquireHistory,
-    SendRelease,
-)
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.hashing import block_hashes, chain_root
-from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.messages import AcquireHistory
+from kvferry.protocol.ids import BlockHash, BlockNumber, InstanceId, TransferId
+from kvferry.protocol.messages import (
+    AcquireHistory,
+    Release,
+)
 from tests.model.read_walk import HOLDER, PEER, READER, Flight, ReadWalk
 
 NUM_BLOCKS = 12
@@ -41,18 +40,14 @@ class HistoryWalk(ReadWalk):
         self.asked: dict[TransferId, tuple[list[BlockHash], list[BlockNumber]]] = {}
 
     def deliver(self, flight: Flight) -> None:
-        effect = flight.effect
-        if isinstance(effect, SendRelease):
-            self.release(effect)
+        message = flight.message
+        if isinstance(message, Release):
+            self.release(message)
             return
-        assert isinstance(effect, SendAcquireHistory)
-        message = AcquireHistory(
-            READER, Epoch(1), Epoch(1), effect.transfer_id, effect.block_hashes,
-            effect.min_blocks, effect.duration_s, want_partials=True,
-        )  # fmt: skip
+        assert isinstance(message, AcquireHistory)
         reply, effects = self.planners[HOLDER].answer("reader/1", message)
         self.run(effects)
-        event = AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
+        event = AcquireAnswered(message.transfer_id, flight.sent_s, reply)
         self.run(self.planners[READER].handle(event))
 
     @rule(hashes=st.sampled_from(CONVERSATIONS))

@@ -10,15 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvferry.connector.machine.effects import (
-    SendAcquire,
-    SendRelease,
-    SendRenew,
-)
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
-from kvferry.protocol.ids import BlockNumber, Epoch, TransferId
-from kvferry.protocol.messages import Acquire, Renew
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.messages import (
+    Acquire,
+    Release,
+    Renew,
+)
 from tests.model.read_walk import HOLDER, PEER, READER, Flight, ReadWalk
 
 PROMPT = PromptIdentity(40, b"p" * 32)
@@ -38,20 +37,16 @@ class PullWalk(ReadWalk):
         self.reported: set[TransferId] = set()
 
     def deliver(self, flight: Flight) -> None:
-        effect, holder = flight.effect, self.planners[HOLDER]
-        if isinstance(effect, SendAcquire):
-            message = Acquire(
-                READER, Epoch(1), Epoch(1), effect.transfer_id, effect.num_tokens, effect.digest,
-                effect.duration_s, effect.first_block,
-            )  # fmt: skip
+        message, holder = flight.message, self.planners[HOLDER]
+        if isinstance(message, Acquire):
             reply, effects = holder.answer("reader/1", message)
             self.run(effects)
-            event = AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
+            event = AcquireAnswered(message.transfer_id, flight.sent_s, reply)
             self.run(self.planners[READER].handle(event))
-        elif isinstance(effect, SendRenew):
-            holder.answer("", Renew(effect.transfer_id, Epoch(1), effect.duration_s))
-        elif isinstance(effect, SendRelease):
-            self.release(effect)
+        elif isinstance(message, Renew):
+            holder.answer("", message)
+        elif isinstance(message, Release):
+            self.release(message)
 
     @precondition(lambda self: self.pools[HOLDER].num_free >= 3)
     @rule()

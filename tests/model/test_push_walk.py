@@ -17,14 +17,13 @@ from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.machine.effects import (
+    Asked,
     DisconnectPeer,
     DisconnectReader,
     Effect,
     Notify,
     PostWrite,
-    SendRegister,
-    SendRelease,
-    SendRenew,
+    Send,
 )
 from kvferry.connector.machine.events import (
     Noticed,
@@ -89,7 +88,7 @@ class PushWalk(RuleBasedStateMachine):
             for name, pool in self.pools.items()
         }
         self.transfers: dict[TransferId, Transfer] = {}
-        self.requests: list[Effect] = []
+        self.requests: list[Asked] = []
         self.notices: list[Notify] = []
         self.writes: dict[int, PostWrite] = {}
         self.filled: dict[BlockNumber, tuple[TransferId, BlockNumber]] = {}
@@ -108,8 +107,8 @@ class PushWalk(RuleBasedStateMachine):
     def run(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case SendRegister() | SendRenew() | SendRelease():
-                    self.requests.append(effect)
+                case Send():
+                    self.requests.append(effect.message)
                 case Notify():
                     self.notices.append(effect)
                 case PostWrite():
@@ -142,30 +141,19 @@ class PushWalk(RuleBasedStateMachine):
                 self.filled[target] = (write.transfer_id, source)
         self.run(self.sender.handle(WriteEnded(write.transfer_id, write_id, is_done)))
 
-    def deliver(self, effect: Effect) -> None:
-        match effect:
-            case SendRegister():
-                message = Register(
-                    RECEIVER, Epoch(1), Epoch(1), effect.transfer_id, effect.generation,
-                    effect.num_tokens, effect.digest, effect.first_block, effect.blocks,
-                    effect.timeout_s,
-                )  # fmt: skip
-                reply, effects = self.sender.answer("receiver/1", message)
-                self.run(effects)
-                self.run(self.receiver.handle(RegisterAnswered(effect.transfer_id, reply)))
-            case SendRenew():
-                renew = Renew(effect.transfer_id, Epoch(1), effect.duration_s)
-                renewed, effects = self.sender.answer("", renew)
-                self.run(effects)
-                self.run(self.receiver.handle(RenewAnswered(effect.transfer_id, renewed)))
-            case SendRelease():
-                release = Release(RECEIVER, Epoch(1), effect.transfer_id, Epoch(1), effect.outcome)
-                released, effects = self.sender.answer("receiver/1", release)
-                self.run(effects)
-                answered = ReleaseAnswered(effect.transfer_id, released.is_quiet)
-                self.run(self.receiver.handle(answered))
+    def deliver(self, message: Asked) -> None:
+        reply, effects = self.sender.answer("receiver/1", message)
+        self.run(effects)
+        transfer_id = message.transfer_id
+        match message:
+            case Register():
+                self.run(self.receiver.handle(RegisterAnswered(transfer_id, reply)))
+            case Renew():
+                self.run(self.receiver.handle(RenewAnswered(transfer_id, reply)))
+            case Release():
+                self.run(self.receiver.handle(ReleaseAnswered(transfer_id, reply.is_quiet)))
             case _:
-                raise AssertionError(effect)
+                raise AssertionError(message)
 
     # -- the sender's engine --------------------------------------------------------------------
     @precondition(lambda self: self.pools[SENDER].num_free >= NUM_PROMPT_BLOCKS)

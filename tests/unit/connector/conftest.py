@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import pytest
 
 from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.machine.effects import Asked, Effect, Send
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity
 from kvferry.connector.transfers.context import BlockDigests
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
-from kvferry.protocol.messages import Acquire, Granted
+from kvferry.protocol.messages import Acquire, Granted, Release, ReleaseOutcome, Renew
 from kvferry.protocol.params import PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
@@ -45,6 +47,30 @@ def make_acquire(**changes: object) -> Acquire:
 
 def grant(*blocks: int, duration_s: float = 10.0) -> Granted:
     return Granted(LeaseId(1), duration_s, tuple(BlockNumber(b) for b in blocks))
+
+
+MessageT = TypeVar("MessageT", bound=Asked)
+
+
+def is_asking(effect: Effect, kind: type[Asked]) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, kind)
+
+
+def asked(effect: Effect, kind: type[MessageT]) -> MessageT:
+    """Return the message of that kind that is sent to the peer."""
+    assert isinstance(effect, Send)
+    assert effect.peer == PEER
+    assert isinstance(effect.message, kind)
+    return effect.message
+
+
+def renewing() -> Send:
+    return Send(PEER, Renew(TRANSFER, PEER.epoch, 30.0))
+
+
+def releasing(outcome: ReleaseOutcome, transfer_id: TransferId = TRANSFER) -> Send:
+    own = (InstanceId("here"), Epoch(5))
+    return Send(PEER, Release(*own, transfer_id, PEER.epoch, outcome))
 
 
 @dataclasses.dataclass

@@ -9,8 +9,6 @@ from kvferry.connector.machine.effects import (
     Effect,
     NotifyEngine,
     PostRead,
-    SendAcquireHistory,
-    SendRelease,
     StartServing,
     StopServing,
 )
@@ -27,7 +25,16 @@ from kvferry.protocol.messages import (
     Release,
     ReleaseOutcome,
 )
-from tests.unit.connector.conftest import PEER, READER, World, grant, make_acquire, make_world
+from tests.unit.connector.conftest import (
+    PEER,
+    READER,
+    World,
+    asked,
+    grant,
+    make_acquire,
+    make_world,
+    releasing,
+)
 from tests.unit.connector.test_sender import offer
 from tests.unit.connector.test_sender import release as release_offer
 
@@ -196,7 +203,7 @@ def begin(world: World, count: int = 6) -> tuple[TransferId, list[BlockNumber]]:
     blocks = world.pool.allocate(count)
     name, effects = world.planner.read_history(PEER, wish_for(blocks, count))
     (acquire,) = effects
-    assert isinstance(acquire, SendAcquireHistory)
+    acquire = asked(acquire, AcquireHistory)
     assert acquire.block_hashes == tuple(hashes_of(count=count))
     assert acquire.min_blocks == 4
     return name, blocks
@@ -213,7 +220,7 @@ def test_all_of_a_history_is_read(world: World) -> None:
     assert isinstance(read, PostRead)
     assert (read.local_blocks, read.remote_blocks) == (tuple(blocks), (1, 2, 3, 4, 5, 6))
     effects = world.planner.handle(ReadEnded(name, ReadStatus.DONE, 101.0, 600))
-    assert SendRelease(PEER, name, ReleaseOutcome.READ) in effects
+    assert releasing(ReleaseOutcome.READ, name) in effects
     result = only_result(world)
     assert (result.outcome, result.num_blocks) == (ReceiveOutcome.RECEIVED, 6)
     world.pool.drop(blocks)

@@ -9,9 +9,6 @@ from kvferry.connector.machine.effects import (
     DisconnectPeer,
     Effect,
     NotifyEngine,
-    SendRegister,
-    SendRelease,
-    SendRenew,
     StartProgress,
     StopProgress,
 )
@@ -35,12 +32,22 @@ from kvferry.protocol.messages import (
     Notice,
     Posting,
     Quiet,
+    Register,
     ReleaseOutcome,
     Written,
 )
 from kvferry.protocol.params import Mode
 from tests.integration.exchange_pair import LAYOUT
-from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, make_world
+from tests.unit.connector.conftest import (
+    PEER,
+    PROMPT,
+    TRANSFER,
+    World,
+    asked,
+    make_world,
+    releasing,
+    renewing,
+)
 
 TOKEN = FirstToken(7, 1)
 WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest)
@@ -48,7 +55,7 @@ WRITTEN = Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, PROMPT.digest)
 
 def begin(world: World) -> None:
     effects = world.planner.begin_receive(TRANSFER, PEER, PROMPT, mode=Mode.PUSH)
-    assert effects == [ContactPeer(PEER), SendRenew(PEER, TRANSFER, 30.0)]
+    assert effects == [ContactPeer(PEER), renewing()]
 
 
 def start(world: World) -> list[BlockNumber]:
@@ -59,7 +66,7 @@ def start(world: World) -> list[BlockNumber]:
 def give_blocks(world: World, generation: int) -> list[BlockNumber]:
     blocks = world.pool.allocate(3)
     (register,) = world.planner.receive(TRANSFER, blocks, 0)
-    assert isinstance(register, SendRegister)
+    register = asked(register, Register)
     assert (register.generation, register.blocks) == (generation, tuple(blocks))
     return blocks
 
@@ -81,7 +88,7 @@ def test_a_push_is_progressed_while_posted_and_reported_when_written(world: Worl
     assert arrival.end == PrefillEnd(TOKEN)
     assert notice(world, FirstTokenReady(TRANSFER, TOKEN, PROMPT.digest)) == []
     assert notice(world, WRITTEN) == [
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.READ),
+        releasing(ReleaseOutcome.READ),
         NotifyEngine(),
         StopProgress(PEER, TRANSFER),
     ]
@@ -165,7 +172,7 @@ def test_a_lost_sender_is_reported_and_its_blocks_wait_for_proof(
         assert world.planner.tick() == [
             DisconnectPeer(PEER, TRANSFER),
             # It reaches the sender on a new link, if at all: for that the old one is ended there.
-            SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED),
+            releasing(ReleaseOutcome.FAILED),
         ]
         assert world.pool.num_free == 13
         world.planner.handle(PeerQuiet(TRANSFER))
@@ -176,7 +183,7 @@ def test_a_lost_sender_is_reported_and_its_blocks_wait_for_proof(
 def test_an_abort_while_filling_waits_for_the_senders_word(world: World, is_quiet: bool) -> None:
     blocks = start(world)
     effects = world.planner.end_receive(TRANSFER, needed=True)
-    assert SendRelease(PEER, TRANSFER, ReleaseOutcome.CANCELLED) in effects
+    assert releasing(ReleaseOutcome.CANCELLED) in effects
     world.pool.drop(blocks)
     assert world.planner.snapshot().num_blocks_quarantined == 3
     world.planner.handle(ReleaseAnswered(TRANSFER, is_quiet))
@@ -190,7 +197,7 @@ def test_an_abort_while_filling_waits_for_the_senders_word(world: World, is_quie
 def test_an_abort_without_blocks_tells_the_sender(world: World) -> None:
     begin(world)
     assert world.planner.end_receive(TRANSFER, needed=False) == [
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.NOT_NEEDED),
+        releasing(ReleaseOutcome.NOT_NEEDED),
         StopProgress(PEER, TRANSFER),
     ]
     world.assert_idle()
@@ -204,7 +211,7 @@ def test_blocks_given_back_are_quiet_once_the_next_generation_is_obeyed(world: W
     assert world.pool.num_free == 13
     others = world.pool.allocate(3)
     (register,) = world.planner.receive(TRANSFER, others, 0)
-    assert isinstance(register, SendRegister)
+    register = asked(register, Register)
     assert register.generation == 1
     assert notice(world, WRITTEN) == [NotifyEngine()]  # its first token; the blocks are old ones
     notice(world, Quiet(TRANSFER, 0))
@@ -291,7 +298,7 @@ def test_two_starts_count_their_registrations_from_numbers_of_their_own() -> Non
         world = make_world(epoch=epoch)
         begin(world)
         (register,) = world.planner.receive(TRANSFER, world.pool.allocate(3), 0)
-        assert isinstance(register, SendRegister)
+        register = asked(register, Register)
         generations.append(register.generation)
     assert len(set(generations)) == 2
     assert max(generations) < 2**40

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.machine.effects import NotifyEngine, SendRenew
+from kvferry.connector.machine.effects import NotifyEngine
 from kvferry.connector.machine.events import ReleaseAnswered, RenewAnswered
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.messages import (
@@ -13,7 +13,13 @@ from kvferry.protocol.messages import (
     Quiet,
     Renewed,
 )
-from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, make_world
+from tests.unit.connector.conftest import (
+    PROMPT,
+    TRANSFER,
+    World,
+    make_world,
+    renewing,
+)
 from tests.unit.connector.test_push_receiver import (
     TOKEN,
     WRITTEN,
@@ -57,7 +63,7 @@ def test_a_heartbeat_is_sent_every_second_until_the_end(world: World) -> None:
     blocks = start(world)
     for _ in range(3):
         world.clock.advance(1.0)
-        assert world.planner.tick() == [SendRenew(PEER, TRANSFER, 30.0)]
+        assert world.planner.tick() == [renewing()]
     notice(world, WRITTEN)
     world.clock.advance(1.0)
     assert world.planner.tick() == []

@@ -11,16 +11,29 @@ from kvferry.connector.machine.effects import (
     Effect,
     NotifyEngine,
     PostRead,
-    SendAcquire,
-    SendRelease,
-    SendRenew,
 )
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, InstanceId, TransferId
-from kvferry.protocol.messages import Declined, DeclineReason, ReleaseOutcome
-from tests.unit.connector.conftest import PEER, PROMPT, TRANSFER, World, grant, make_world
+from kvferry.protocol.messages import (
+    Acquire,
+    Declined,
+    DeclineReason,
+    ReleaseOutcome,
+)
+from tests.unit.connector.conftest import (
+    PEER,
+    PROMPT,
+    TRANSFER,
+    World,
+    asked,
+    grant,
+    is_asking,
+    make_world,
+    releasing,
+    renewing,
+)
 
 
 def start(world: World, first_block: int = 0) -> tuple[list[BlockNumber], list[Effect]]:
@@ -46,14 +59,14 @@ def only_outcome(world: World) -> ReceiveOutcome:
 
 def test_a_receive_acquires_reads_releases_and_reports(world: World) -> None:
     blocks, effects = start(world, first_block=2)
-    (acquire,) = effects
-    assert isinstance(acquire, SendAcquire)
+    (effect,) = effects
+    acquire = asked(effect, Acquire)
     assert (acquire.first_block, acquire.num_tokens, acquire.digest) == (2, 40, PROMPT.digest)
     (read,) = answer(world)
     assert isinstance(read, PostRead)
     assert (read.local_blocks, read.remote_blocks) == (tuple(blocks), (7, 8, 9))
     ends = read_ended(world)
-    assert ends == [SendRelease(PEER, TRANSFER, ReleaseOutcome.READ), NotifyEngine()]
+    assert ends == [releasing(ReleaseOutcome.READ), NotifyEngine()]
     (result,) = world.planner.take_results()
     assert (result.outcome, result.num_bytes) == (ReceiveOutcome.RECEIVED, 300)
     world.pool.drop(blocks)
@@ -86,7 +99,7 @@ def test_a_decline_is_reported_by_its_reason(
     effects = world.planner.handle(AcquireAnswered(TRANSFER, 100.0, Declined(reason)))
     # Of no use to us, another prompt's blocks need not wait for their time to be over.
     is_mismatch = reason is DeclineReason.MISMATCH
-    release = [SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED)] if is_mismatch else []
+    release = [releasing(ReleaseOutcome.FAILED)] if is_mismatch else []
     assert effects == [*release, NotifyEngine()]
     assert only_outcome(world) is outcome
     world.pool.drop(blocks)
@@ -115,7 +128,7 @@ def test_data_that_came_after_the_lease_ended_is_thrown_away(world: World) -> No
     # The lease counts from before the request was sent, so 2 s of it are gone already.
     answer(world, sent_s=98.0, duration_s=3.0)
     world.clock.advance(1.0)
-    assert SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED) in read_ended(world)
+    assert releasing(ReleaseOutcome.FAILED) in read_ended(world)
     assert only_outcome(world) is ReceiveOutcome.EXPIRED
     world.pool.drop(blocks)
     world.assert_idle()
@@ -142,12 +155,10 @@ def test_a_slow_read_frees_the_request_but_not_the_blocks(world: World) -> None:
     world.clock.advance(5.0)
     assert world.planner.tick() == [
         DisconnectPeer(PEER, TRANSFER),
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED),
+        releasing(ReleaseOutcome.FAILED),
     ]
     assert world.pool.num_free == 13
-    assert read_ended(world, ReadStatus.FAILED) == [
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.FAILED)
-    ]
+    assert read_ended(world, ReadStatus.FAILED) == [releasing(ReleaseOutcome.FAILED)]
     assert world.planner.take_results() == []
     world.assert_idle()
 
@@ -166,18 +177,14 @@ def test_a_peer_that_never_answers_is_given_up_at_the_deadline(world: World) -> 
 def test_an_abort_before_blocks_tells_the_peer(world: World, needed: bool) -> None:
     world.planner.begin_receive(TRANSFER, PEER, PROMPT)
     outcome = ReleaseOutcome.CANCELLED if needed else ReleaseOutcome.NOT_NEEDED
-    assert world.planner.end_receive(TRANSFER, needed=needed) == [
-        SendRelease(PEER, TRANSFER, outcome)
-    ]
+    assert world.planner.end_receive(TRANSFER, needed=needed) == [releasing(outcome)]
     assert world.planner.end_receive(TRANSFER, needed=needed) == []
     world.assert_idle()
 
 
 def test_an_abort_while_acquiring_releases_after_the_acquire(world: World) -> None:
     blocks, _ = start(world)
-    assert world.planner.end_receive(TRANSFER, needed=True) == [
-        SendRelease(PEER, TRANSFER, ReleaseOutcome.CANCELLED)
-    ]
+    assert world.planner.end_receive(TRANSFER, needed=True) == [releasing(ReleaseOutcome.CANCELLED)]
     assert answer(world) == []
     world.pool.drop(blocks)
     world.assert_idle()
@@ -189,7 +196,7 @@ def test_an_abort_while_reading_keeps_the_blocks_until_the_read_ends(world: Worl
     assert world.planner.end_receive(TRANSFER, needed=True) == []
     world.pool.drop(blocks)
     assert world.planner.snapshot().num_blocks_quarantined == 3
-    assert read_ended(world) == [SendRelease(PEER, TRANSFER, ReleaseOutcome.READ)]
+    assert read_ended(world) == [releasing(ReleaseOutcome.READ)]
     assert world.planner.take_results() == []
     world.assert_idle()
 
@@ -211,7 +218,7 @@ def test_an_announced_request_keeps_the_peer_holding_but_not_for_ever() -> None:
     for _ in range(4):
         world.clock.advance(5.0)
         sent += world.planner.tick()
-    assert sent == [SendRenew(PEER, TRANSFER, 30.0)] * 2
+    assert sent == [renewing()] * 2
     world.planner.end_receive(TRANSFER, needed=False)
     world.assert_idle()
 
@@ -227,7 +234,7 @@ def test_a_full_quarantine_starts_no_transfer_with_its_peer(*, is_same_peer: boo
     world.planner.begin_receive(other, PEER if is_same_peer else another, PROMPT)
     again = world.pool.allocate(3)
     effects = world.planner.receive(other, again, 0)
-    assert any(isinstance(e, SendAcquire) for e in effects) is not is_same_peer
+    assert any(is_asking(e, Acquire) for e in effects) is not is_same_peer
     if is_same_peer:
         assert only_outcome(world) is ReceiveOutcome.DECLINED
     else:

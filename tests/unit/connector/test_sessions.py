@@ -8,13 +8,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.machine.effects import (
-    SendAcquire,
-    SendAcquireHistory,
-    SendRegister,
-    SendRelease,
-    SendRenew,
-)
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, PeerQuiet
 from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
@@ -22,14 +15,18 @@ from kvferry.errors import PeerUnreachableError
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId
 from kvferry.protocol.messages import (
     Acquire,
+    AcquireHistory,
     Declined,
     DeclineReason,
     Envelope,
     Hello,
     HelloReply,
     Message,
+    Register,
+    Release,
     Released,
     ReleaseOutcome,
+    Renew,
     Request,
 )
 from kvferry.protocol.version import HISTORY_VERSION, PROTOCOL_VERSION
@@ -40,9 +37,10 @@ from kvferry.transport.memory import MemoryHub, MemoryTransport
 from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import PEER, TRANSFER, grant
 
-ACQUIRE = SendAcquire(PEER, TRANSFER, 40, b"d" * 32, 10.0, 0)
-REGISTER = SendRegister(PEER, TRANSFER, 0, 16, b"d" * 32, 0, (BlockNumber(1),), 10.0)
-RELEASE = SendRelease(PEER, TRANSFER, ReleaseOutcome.READ)
+OWN = (InstanceId("here"), Epoch(3), PEER.epoch)
+ACQUIRE = Acquire(*OWN, TRANSFER, 40, b"d" * 32, 10.0, 0, want_block_digests=True)
+REGISTER = Register(*OWN, TRANSFER, 0, 16, b"d" * 32, 0, (BlockNumber(1),), 10.0)
+RELEASE = Release(*OWN[:2], TRANSFER, PEER.epoch, ReleaseOutcome.READ)
 
 
 class ScriptedChannel:
@@ -105,7 +103,7 @@ def setup() -> Setup:
     peer_link = make_transport(hub).open_link("here")
     peer_link.connect(link.local_metadata)
     hello = Hello(InstanceId("here"), Epoch(3), LAYOUT, "memory", link.local_metadata)
-    session = Session(PEER, channel, link, hello, clock, 2.0, False)
+    session = Session(PEER, channel, link, hello, clock, 2.0)
     return Setup(session, channel, clock, peer_link)
 
 
@@ -117,7 +115,7 @@ def lost(outcome: ReceiveOutcome, detail: str) -> list[object]:
 def test_a_holder_of_an_older_version_is_not_asked_for_a_history(
     setup: Setup, *, is_ready: bool
 ) -> None:
-    history = SendAcquireHistory(PEER, TRANSFER, (BlockHash(b"h" * 32),), 1, 5.0)
+    history = AcquireHistory(*OWN, TRANSFER, (BlockHash(b"h" * 32),), 1, 5.0)
     setup.channel.version = HISTORY_VERSION - 1
     if is_ready:
         setup.make_ready()
@@ -234,7 +232,7 @@ def test_unasked_and_wrong_replies_do_no_harm(setup: Setup) -> None:
     setup.make_ready()
     setup.channel.reply(77, grant(1))
     assert setup.session.receive() == []
-    setup.session.submit(SendRenew(PEER, TRANSFER, 30.0))
+    setup.session.submit(Renew(TRANSFER, PEER.epoch, 30.0))
     setup.session.submit(ACQUIRE)
     setup.channel.reply(3, Released())
     assert setup.session.receive() == lost(

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
-from kvferry.protocol.messages import Notice, ReleaseOutcome
+from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.messages import (
+    Acquire,
+    AcquireHistory,
+    Notice,
+    Register,
+    Release,
+    Renew,
+)
 from kvferry.protocol.params import PeerAddress
 
 
@@ -19,55 +26,15 @@ class ContactPeer(_Effect, frozen=True):
     peer: PeerAddress
 
 
-class SendAcquire(_Effect, frozen=True):
-    """Ask the holder for a lease; answered by an ``AcquireAnswered`` or ``PeerLost`` event."""
+Asked = Acquire | AcquireHistory | Register | Renew | Release
+
+
+class Send(_Effect, frozen=True):
+    """Ask a peer; answered by the event for the reply, or by ``PeerLost``. A release that is lost
+    is said later, if the peer comes back."""
 
     peer: PeerAddress
-    transfer_id: TransferId
-    num_tokens: int
-    digest: bytes
-    duration_s: float
-    first_block: int
-
-
-class SendAcquireHistory(_Effect, frozen=True):
-    """Ask the holder for what it has of these blocks; answered as ``SendAcquire`` is."""
-
-    peer: PeerAddress
-    transfer_id: TransferId
-    block_hashes: tuple[BlockHash, ...]
-    min_blocks: int
-    duration_s: float
-
-
-class SendRegister(_Effect, frozen=True):
-    """Tell the sender which blocks to fill; answered by ``RegisterAnswered`` or ``PeerLost``."""
-
-    peer: PeerAddress
-    transfer_id: TransferId
-    generation: int
-    num_tokens: int
-    digest: bytes
-    first_block: int
-    blocks: tuple[BlockNumber, ...]
-    timeout_s: float
-
-
-class SendRenew(_Effect, frozen=True):
-    """Keep the holder's offer alive; answered by ``RenewAnswered`` or ``PeerLost``."""
-
-    peer: PeerAddress
-    transfer_id: TransferId
-    duration_s: float
-
-
-class SendRelease(_Effect, frozen=True):
-    """Tell the holder that its blocks are not needed any more; answered by ``ReleaseAnswered``,
-    unless the peer is lost."""
-
-    peer: PeerAddress
-    transfer_id: TransferId
-    outcome: ReleaseOutcome
+    message: Asked
 
 
 class PostRead(_Effect, frozen=True):
@@ -175,11 +142,7 @@ class NotifyEngine(_Effect, frozen=True):
 
 Effect = (
     ContactPeer
-    | SendAcquire
-    | SendAcquireHistory
-    | SendRegister
-    | SendRenew
-    | SendRelease
+    | Send
     | PostRead
     | PostWrite
     | Notify

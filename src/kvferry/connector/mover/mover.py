@@ -29,6 +29,7 @@ from kvferry.connector.machine.effects import (
     NotifyEngine,
     PostRead,
     PostWrite,
+    Send,
     StartProgress,
     StartServing,
     StopProgress,
@@ -40,7 +41,6 @@ from kvferry.connector.peers.inbound import InboundPeers, reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.posted import Reads, Writes
-from kvferry.connector.peers.requests import Sendable
 from kvferry.connector.ports import LinkCounts
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
@@ -230,7 +230,7 @@ class Mover:
 
     def _execute(self, effect: Effect) -> None:
         match effect:
-            case _ if isinstance(effect, Sendable):
+            case Send():
                 self._outbound.send(effect)
             case PostRead() | PostWrite():
                 self._post(effect)

@@ -9,18 +9,17 @@ import contextlib
 
 import zmq
 
-from kvferry.connector.machine.effects import SendRelease
+from kvferry.connector.machine.effects import Send
 from kvferry.connector.machine.events import PeerLost, PeerQuiet
 from kvferry.connector.peers.control import ControlClient, ControlContext, CountMalformed
 from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.posted import Reads
-from kvferry.connector.peers.requests import Sendable
 from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Hello
+from kvferry.protocol.messages import Hello, Release
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import Link
 
@@ -87,15 +86,16 @@ class OutboundPeers:
         with contextlib.suppress(FerryError):
             self._session(peer)
 
-    def send(self, effect: Sendable) -> None:
+    def send(self, effect: Send) -> None:
         """Send to the effect's peer, when the handshake is done."""
         try:
-            self._events.extend(self._session(effect.peer).submit(effect))
+            self._events.extend(self._session(effect.peer).submit(effect.message))
         except FerryError as error:
             # Nothing was sent: what the peer was not told of, it can neither fill nor hold.
-            lost = PeerLost(effect.transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
-            if not isinstance(effect, SendRelease):
-                self._events.extend((lost, PeerQuiet(effect.transfer_id)))
+            transfer_id = effect.message.transfer_id
+            lost = PeerLost(transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
+            if not isinstance(effect.message, Release):
+                self._events.extend((lost, PeerQuiet(transfer_id)))
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""
@@ -136,7 +136,7 @@ class OutboundPeers:
             if not self._is_resting(session):
                 releases, session.late_releases = session.late_releases, []
                 for release in releases:
-                    self.send(release)
+                    self.send(Send(session.peer, release))
 
     def tell_quiet(self) -> None:
         """Report the pushes of links that are down and have become quiet."""
@@ -274,8 +274,7 @@ class OutboundPeers:
             client.close()
             raise
         hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
-        timeout_s, verifies = parts.config.control_timeout_s, parts.config.verify_blocks
-        session = Session(peer, client, link, hello, parts.clock, timeout_s, verifies)
+        session = Session(peer, client, link, hello, parts.clock, parts.config.control_timeout_s)
         looks_first = was_lost or bool(self._others(peer))
         self._sessions[peer] = session
         self._poller.register(client.socket, zmq.POLLIN)

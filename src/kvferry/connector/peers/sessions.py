@@ -14,13 +14,7 @@ from typing import Protocol
 import zmq
 
 from kvferry.clock import Clock
-from kvferry.connector.machine.effects import (
-    SendAcquire,
-    SendAcquireHistory,
-    SendRegister,
-    SendRelease,
-    SendRenew,
-)
+from kvferry.connector.machine.effects import Asked
 from kvferry.connector.machine.events import (
     AcquireAnswered,
     Event,
@@ -31,12 +25,13 @@ from kvferry.connector.machine.events import (
     ReleaseAnswered,
     RenewAnswered,
 )
-from kvferry.connector.peers.requests import Sendable, to_request
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     NOTICE_SEQUENCE,
+    Acquire,
+    AcquireHistory,
     Declined,
     DeclineReason,
     Envelope,
@@ -47,8 +42,11 @@ from kvferry.protocol.messages import (
     InstanceQuery,
     Message,
     Notice,
+    Register,
     Registered,
+    Release,
     Released,
+    Renew,
     Renewed,
     Request,
 )
@@ -75,7 +73,7 @@ class _Awaited:
 
     sent_s: float
     deadline_s: float
-    effect: Sendable | None
+    asked: Asked | None
     """None: the handshake, or the look before it."""
 
 
@@ -107,7 +105,6 @@ class Session:
     hello: Hello
     clock: Clock
     timeout_s: float
-    want_block_digests: bool
     state: SessionState = SessionState.GREETING
     lost_outcome: ReceiveOutcome = ReceiveOutcome.UNREACHABLE
     lost_detail: str = ""
@@ -120,12 +117,12 @@ class Session:
     """Protocol version that the peer has shown."""
     pushes: set[TransferId] = field(default_factory=set)
     """Transfers for which the peer was told where to write."""
-    late_releases: list[SendRelease] = field(default_factory=list)
+    late_releases: list[Release] = field(default_factory=list)
     """What could not be said, or may not have been heard, before the session was lost: the peer
     may have been away for a moment only, and still hold something. One that never was there holds
     nothing."""
     was_ready: bool = False
-    _outbox: list[Sendable] = field(default_factory=list)
+    _outbox: list[Asked] = field(default_factory=list)
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
 
     @property
@@ -149,14 +146,14 @@ class Session:
         self.state = SessionState.GREETING
         self._send(self.hello, None)
 
-    def submit(self, message: Sendable) -> list[Event]:
+    def submit(self, message: Asked) -> list[Event]:
         """Send ``message`` now, or after the handshake; a lost session answers at once."""
         self.last_used_s = self.clock.monotonic_s()
         if self.state is SessionState.READY:
             return self._submit_now(message)
         if self.state is not SessionState.LOST:
             self._outbox.append(message)
-        elif isinstance(message, SendRelease):
+        elif isinstance(message, Release):
             self._keep_release(message)
         else:
             return self._lost_events(message)
@@ -197,62 +194,62 @@ class Session:
         self.state = SessionState.LOST
         self.lost_outcome, self.lost_detail = outcome, detail
         self.lost_at_s = self.clock.monotonic_s()
-        effects = [a.effect for a in self._awaited.values()] + list(self._outbox)
+        asked = [a.asked for a in self._awaited.values()] + list(self._outbox)
         waiting = {
-            effect.transfer_id: None
-            for effect in effects
-            if effect is not None and not isinstance(effect, SendRelease)
+            message.transfer_id: None
+            for message in asked
+            if message is not None and not isinstance(message, Release)
         }
         waiting.update(dict.fromkeys(self.pushes))
-        unsent = [effect for effect in self._outbox if isinstance(effect, SendRegister)]
-        for effect in effects:
-            if isinstance(effect, SendRelease):
-                self._keep_release(effect)
+        unsent = [message for message in self._outbox if isinstance(message, Register)]
+        for message in asked:
+            if isinstance(message, Release):
+                self._keep_release(message)
         self._awaited.clear()
         self._outbox.clear()
         events: list[Event] = [self._lost_event(transfer_id) for transfer_id in waiting]
-        return events + [e for effect in unsent for e in self._unsent_events(effect)]
+        return events + [e for message in unsent for e in self._unsent_events(message)]
 
-    def _keep_release(self, release: SendRelease) -> None:
+    def _keep_release(self, release: Release) -> None:
         if self.was_ready:
             self.late_releases.append(release)
 
     def _lost_event(self, transfer_id: TransferId) -> PeerLost:
         return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
 
-    def _lost_events(self, effect: Sendable) -> list[Event]:
-        return [self._lost_event(effect.transfer_id), *self._unsent_events(effect)]
+    def _lost_events(self, message: Asked) -> list[Event]:
+        return [self._lost_event(message.transfer_id), *self._unsent_events(message)]
 
-    def _unsent_events(self, effect: Sendable) -> list[Event]:
+    def _unsent_events(self, message: Asked) -> list[Event]:
         """The peer was never told of the blocks of a registration that was not sent."""
-        is_unknown = isinstance(effect, SendRegister) and effect.transfer_id not in self.pushes
-        return [PeerQuiet(effect.transfer_id)] if is_unknown else []
+        is_unknown = isinstance(message, Register) and message.transfer_id not in self.pushes
+        return [PeerQuiet(message.transfer_id)] if is_unknown else []
 
-    def _send(self, message: Request, effect: Sendable | None) -> None:
+    def _send(self, message: Request, asked: Asked | None) -> None:
         sent_s = self.clock.monotonic_s()
         sequence = self.client.send(message)
         if sequence is None:
             # The queue is full: the peer has read nothing for long. Its deadline says so.
             sequence = -1 - len(self._awaited)
-        self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, effect)
-        if isinstance(effect, SendRegister):
+        self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, asked)
+        if isinstance(asked, Register):
             self.link.note_peer_writes()
-            self.pushes.add(effect.transfer_id)
+            self.pushes.add(asked.transfer_id)
 
     def _on_reply(self, awaited: _Awaited, reply: Message) -> list[Event]:
-        effect = awaited.effect
-        if effect is None:
+        asked = awaited.asked
+        if asked is None:
             return self._on_look_reply(reply) if self._is_looking else self._on_hello_reply(reply)
         if isinstance(reply, Declined) and reply.reason is DeclineReason.UNKNOWN_PEER:
             # The holder has forgotten this reader (it was idle for long): a new session can try.
             detail = f"the holder does not know this reader (any more): {reply.detail}"
             self._awaited[-1] = awaited
             return self.lose(ReceiveOutcome.DECLINED, detail)
-        event = _answered(effect, awaited.sent_s, reply)
+        event = _answered(asked, awaited.sent_s, reply)
         if event is None:
-            asked = type(effect).__name__.removeprefix("Send").lower()
-            detail = f"the peer answered {asked!r} with {type(reply).__name__}"
-            event = PeerLost(effect.transfer_id, ReceiveOutcome.FAILED, detail)
+            name = type(asked).__name__.lower()
+            detail = f"the peer answered {name!r} with {type(reply).__name__}"
+            event = PeerLost(asked.transfer_id, ReceiveOutcome.FAILED, detail)
         return [event]
 
     @property
@@ -292,33 +289,31 @@ class Session:
         self.state = SessionState.READY
         self.was_ready = True
         outbox, self._outbox = self._outbox, []
-        return [event for effect in outbox for event in self._submit_now(effect)]
+        return [event for message in outbox for event in self._submit_now(message)]
 
-    def _submit_now(self, effect: Sendable) -> list[Event]:
-        if isinstance(effect, SendAcquireHistory) and self.peer_version < HISTORY_VERSION:
+    def _submit_now(self, message: Asked) -> list[Event]:
+        if isinstance(message, AcquireHistory) and self.peer_version < HISTORY_VERSION:
             # It would drop what it does not know, and be taken for dead.
             detail = f"the holder speaks protocol version {self.peer_version}, without read-back"
             refusal = Declined(DeclineReason.INCOMPATIBLE, detail, "protocol_version")
-            return [AcquireAnswered(effect.transfer_id, self.clock.monotonic_s(), refusal)]
-        self._send(
-            to_request(effect, self.hello, want_block_digests=self.want_block_digests), effect
-        )
+            return [AcquireAnswered(message.transfer_id, self.clock.monotonic_s(), refusal)]
+        self._send(message, message)
         return []
 
 
-def _answered(effect: Sendable, sent_s: float, reply: Message) -> Event | None:
+def _answered(asked: Asked, sent_s: float, reply: Message) -> Event | None:
     """Return the event for an answer of the right kind."""
-    transfer_id = effect.transfer_id
-    match effect, reply:
-        case SendAcquire() | SendAcquireHistory(), Granted() | Declined():
+    transfer_id = asked.transfer_id
+    match asked, reply:
+        case Acquire() | AcquireHistory(), Granted() | Declined():
             return AcquireAnswered(transfer_id, sent_s, reply)
-        case SendRegister(), Registered() | Declined():
+        case Register(), Registered() | Declined():
             return RegisterAnswered(transfer_id, reply)
-        case SendRenew(), Renewed() | Declined():
+        case Renew(), Renewed() | Declined():
             return RenewAnswered(transfer_id, reply)
-        case SendRelease(), Released():
+        case Release(), Released():
             return ReleaseAnswered(transfer_id, reply.is_quiet)
-        case SendRelease(), Declined():
+        case Release(), Declined():
             return ReleaseAnswered(transfer_id, is_quiet=False)
     return None
 

@@ -13,10 +13,7 @@ from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
     PostRead,
-    SendAcquire,
-    SendAcquireHistory,
-    SendRelease,
-    SendRenew,
+    Send,
 )
 from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE
@@ -28,6 +25,8 @@ from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (
+    Acquire,
+    AcquireHistory,
     Declined,
     DeclineReason,
     Granted,
@@ -158,8 +157,7 @@ class PullReceiver:
             receive.next_renew_s = float("inf")
             return
         receive.next_renew_s = now_s + self._config.heartbeat_interval_s
-        lease_s = self._config.handoff_lease_s
-        self._context.emit(SendRenew(receive.peer, receive.transfer_id, lease_s))
+        self._incoming.send_renew(receive)
 
     def _on_deadline(self, receive: PullReceive) -> None:
         if receive.state is ReceiveState.QUARANTINED:
@@ -232,7 +230,7 @@ class PullReceiver:
         peer, transfer_id = receive.peer, receive.transfer_id
         match action:
             case ReceiveAction.SEND_ACQUIRE:
-                self._context.emit(self._acquire(receive))
+                self._context.emit(Send(peer, self._acquire(receive)))
             case ReceiveAction.POST_READ:
                 local, remote = receive.blocks, receive.remote_blocks
                 self._context.emit(PostRead(peer, transfer_id, local, remote))
@@ -247,16 +245,17 @@ class PullReceiver:
             case ReceiveAction.REPORT:
                 self._incoming.report(receive)
             case ReceiveAction.SEND_RELEASE:
-                self._context.emit(SendRelease(peer, transfer_id, receive.release_outcome))
+                self._incoming.send_release(receive)
             case ReceiveAction.DISCONNECT_PEER:
                 self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _acquire(self, receive: PullReceive) -> SendAcquire | SendAcquireHistory:
-        peer, transfer_id, source = receive.peer, receive.transfer_id, receive.source
-        duration_s = receive.timeout_s + 2 * READER_MARGIN_S
+    def _acquire(self, receive: PullReceive) -> Acquire | AcquireHistory:
+        source, duration_s = receive.source, receive.timeout_s + 2 * READER_MARGIN_S
+        own = (self._config.instance_id, self._config.epoch)
+        named = (*own, receive.peer.epoch, receive.transfer_id)
+        verifies = self._context.digests_of is not None
         if isinstance(source, HistoryWish):
-            hashes, min_blocks = source.hashes, source.min_blocks
-            return SendAcquireHistory(peer, transfer_id, hashes, min_blocks, duration_s)
-        return SendAcquire(
-            peer, transfer_id, source.num_tokens, source.digest, duration_s, receive.first_block
-        )
+            wanted = (source.hashes, source.min_blocks, duration_s)
+            return AcquireHistory(*named, *wanted, verifies, want_partials=True)
+        prompt = (source.num_tokens, source.digest, duration_s)
+        return Acquire(*named, *prompt, receive.first_block, verifies)

@@ -12,9 +12,7 @@ from kvferry.connector.machine.effects import (
     ContactPeer,
     DisconnectPeer,
     NotifyEngine,
-    SendRegister,
-    SendRelease,
-    SendRenew,
+    Send,
     StartProgress,
     StopProgress,
 )
@@ -48,6 +46,7 @@ from kvferry.protocol.messages import (
     Notice,
     Posting,
     Quiet,
+    Register,
     ReleaseOutcome,
     Written,
 )
@@ -116,7 +115,8 @@ class PushReceiver:
         )
         self._incoming.add(push)
         # The first beat at once: it tells the sender where to send its notices.
-        self._context.emit(ContactPeer(peer), self._beat(push))
+        self._context.emit(ContactPeer(peer))
+        self._incoming.send_renew(push)
 
     def may_receive(self, push: IncomingPush, num_blocks: int) -> bool:
         """See ``ConnectorPort.may_receive``."""
@@ -188,7 +188,7 @@ class PushReceiver:
                 self._on_deadline(push)
             elif push.state is not IncomingState.ENDED and now_s >= push.next_beat_s:
                 push.next_beat_s = now_s + self._config.push_heartbeat_s
-                self._context.emit(self._beat(push))
+                self._incoming.send_renew(push)
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
@@ -199,10 +199,6 @@ class PushReceiver:
         return min(due, default=None)
 
     # -- decisions ----------------------------------------------------------------------------
-    def _beat(self, push: IncomingPush) -> SendRenew:
-        """Return what asks the sender whether it lives, and tells it that this receiver does."""
-        return SendRenew(push.peer, push.transfer_id, self._config.handoff_lease_s)
-
     def _fail(self, push: IncomingPush, declined: Declined) -> None:
         push.outcome, push.detail = OUTCOME_OF_DECLINE[declined.reason], declined.detail
 
@@ -329,7 +325,7 @@ class PushReceiver:
         peer, transfer_id = push.peer, push.transfer_id
         match action:
             case IncomingAction.SEND_REGISTER:
-                self._context.emit(self._registration(push))
+                self._context.emit(Send(peer, self._registration(push)))
             case IncomingAction.DROP_BLOCKS:
                 self._incoming.drop(push)
             case IncomingAction.QUARANTINE_BLOCKS:
@@ -343,7 +339,7 @@ class PushReceiver:
             case IncomingAction.START_GRACE:
                 self._incoming.start_grace(push)
             case IncomingAction.SEND_RELEASE:
-                self._context.emit(SendRelease(peer, transfer_id, push.release_outcome))
+                self._incoming.send_release(push)
             case IncomingAction.REPORT:
                 self._incoming.report(push)
             case IncomingAction.REPORT_FIRST_TOKEN:
@@ -352,9 +348,11 @@ class PushReceiver:
             case IncomingAction.DISCONNECT_PEER:
                 self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _registration(self, push: IncomingPush) -> SendRegister:
-        return SendRegister(
-            push.peer,
+    def _registration(self, push: IncomingPush) -> Register:
+        return Register(
+            self._config.instance_id,
+            self._config.epoch,
+            push.peer.epoch,
             push.transfer_id,
             push.generation,
             push.prompt.num_tokens,
@@ -362,6 +360,7 @@ class PushReceiver:
             push.first_block,
             push.blocks,
             max(0.0, push.deadline_s - self._context.now_s()),
+            self._context.digests_of is not None,
         )
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvferry.blocks.quarantine import Quarantine
-from kvferry.connector.machine.effects import CountReceive, NotifyEngine
+from kvferry.connector.machine.effects import CountReceive, NotifyEngine, Send
 from kvferry.connector.ports import FirstTokenArrival, PrefillEnd, ReceiveOutcome, ReceiveResult
 from kvferry.connector.transfers.context import RoleContext
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import ReleaseOutcome
+from kvferry.protocol.messages import Release, ReleaseOutcome, Renew
 from kvferry.protocol.params import PeerAddress
 
 
@@ -92,6 +92,25 @@ class IncomingTransfers:
     def close(self, transfer: Incoming) -> None:
         """Forget ``transfer``: nothing of it is left."""
         del self._transfers[transfer.transfer_id]
+
+    # -- what its peer is told ----------------------------------------------------------------
+    def send_renew(self, transfer: Incoming) -> None:
+        """Ask the peer whether it still holds the blocks, and tell it that they are wanted."""
+        lease_s = self._context.config.handoff_lease_s
+        renew = Renew(transfer.transfer_id, transfer.peer.epoch, lease_s)
+        self._context.emit(Send(transfer.peer, renew))
+
+    def send_release(self, transfer: Incoming) -> None:
+        """Tell the peer that nothing is wanted of it any more, and why."""
+        config, peer = self._context.config, transfer.peer
+        release = Release(
+            config.instance_id,
+            config.epoch,
+            transfer.transfer_id,
+            peer.epoch,
+            transfer.release_outcome,
+        )
+        self._context.emit(Send(peer, release))
 
     # -- blocks -------------------------------------------------------------------------------
     def hold(self, transfer: Incoming, blocks: Sequence[BlockNumber]) -> None:
