@@ -97,7 +97,6 @@ RECEIVER: Table[ReceiveState, ReceiveEvent, ReceiveAction] = Table(
         (_R.READING, _E.CANCELLED): _ABANDON,
         (_R.QUARANTINED, _E.READ_DONE): _LEAVE,
         (_R.QUARANTINED, _E.READ_TOO_LATE): _LEAVE,
-        (_R.QUARANTINED, _E.READ_CORRUPT): _LEAVE,
         (_R.QUARANTINED, _E.READ_FAILED): _LEAVE,
         (_R.QUARANTINED, _E.GRACE_OVER): Rule(
             _R.QUARANTINED, (_A.START_GRACE, _A.DISCONNECT_PEER, _A.SEND_RELEASE)
