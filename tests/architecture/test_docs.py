@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import tomllib
@@ -72,6 +73,25 @@ def test_modules_exist(root: Path) -> None:
         if not ((package / name).exists() or (root / name).exists())
     ]
     assert not missing
+
+
+def _defined_names(root: Path) -> set[str]:
+    """Classes, and ``Class.method``, of the package."""
+    names: set[str] = set()
+    for path in (root / "src" / "kvferry").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                members = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+                names |= {node.name, *(f"{node.name}.{member.name}" for member in members)}
+    return names
+
+
+def test_functions_on_the_ways_through_the_tree_exist(root: Path) -> None:
+    defined = _defined_names(root)
+    page = (root / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([A-Z][A-Za-z]+\.[a-z_]+)`", page)
+    assert len(named) > 20
+    assert set(named) <= defined
 
 
 def test_metrics_exist(root: Path) -> None:
