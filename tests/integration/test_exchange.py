@@ -14,6 +14,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.peers import outbound
 from kvferry.connector.peers.control import ControlServer, Received
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
@@ -145,6 +146,33 @@ def test_another_layout_is_refused_naming_the_field() -> None:
     finally:
         decode.close()
         prefill.close()
+
+
+def test_a_peer_that_does_not_fit_is_asked_once_in_its_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbound, "LOST_SESSION_REST_S", 0.0)
+    other = msgspec.structs.replace(LAYOUT, kv_dtype="bfloat16")
+    prefill, decode = make_side("prefill"), make_side("decode", layout=other)
+    third = make_side("third", layout=other)
+    try:
+        for number in range(3):
+            transfer_id = TransferId(f"xfer-{number}")
+            prefill.offer(transfer_id)
+            third.offer(transfer_id)
+            blocks, result = decode.receive(transfer_id, prefill)
+            assert result.outcome is ReceiveOutcome.INCOMPATIBLE
+            decode.pool.drop(blocks)
+            blocks, result = decode.receive(transfer_id, third)
+            assert result.outcome is ReceiveOutcome.RECEIVED, "another one is not concerned"
+            decode.pool.drop(blocks)
+            prefill.port.withdraw(transfer_id)
+        hellos = {"type": "hello", "result": "declined"}
+        assert prefill.counter("kvferry_control_requests_total", **hellos) == 1
+        wait_whole(prefill, decode, third)
+    finally:
+        for side in (decode, prefill, third):
+            side.close()
 
 
 def test_a_restarted_peer_has_none_of_the_old_blocks() -> None:
