@@ -184,7 +184,8 @@ _EXCHANGE_OPTIONS = (
         "--verify-transfers",
         "verify_blocks",
         is_flag=True,
-        help="Compare a digest of every moved block on both sides.",
+        help="Compare a digest of every moved block, in all modes, with peers that do so too. "
+        "Slow; only where the blocks lie in host memory.",
     ),
 )
 
