@@ -84,12 +84,12 @@ class EngineCore:
         self._forward = forward
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        self._receives = Receives(connector)
+        self.receives = Receives(connector)
         self._sender = HandoffSender(connector)
         self._block_size_tokens = config.block_size_tokens
         self._threshold = make_threshold(config.recompute_threshold_tokens, clock)
         self._retention = retention
-        self.scheduler = Scheduler(pool, config, self._sender, self._receives, self._threshold)
+        self.scheduler = Scheduler(pool, config, self._sender, self.receives, self._threshold)
         self._by_request: dict[RequestId, LiveRequest] = {}
         self.counters = EngineCounters()
         self.on_finished: Callable[[RequestId], None] = lambda request_id: None
@@ -98,7 +98,7 @@ class EngineCore:
     def add(self, request: LiveRequest) -> None:
         """Take a validated request into service."""
         self._by_request[request.request.request_id] = request
-        self._receives.add(request)
+        self.receives.add(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> None:
@@ -128,9 +128,9 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self.counters.num_preemptions += plan.num_preempted
         self._end_unwanted_reads(plan)
-        ended = self._receives.follow(plan)
+        ended = self.receives.follow(plan)
         for request in ended:
-            self._receives.end(request, needed=True)
+            self.receives.end(request, needed=True)
             request.receive_outcome = ReceiveOutcome.FAILED.value
             self._note_failure(request, "it was ended before it had blocks")
         self._begin_sends(plan)
@@ -169,7 +169,7 @@ class EngineCore:
 
     def _take_arrivals(self) -> None:
         """Take in what peers have sent, and what they no longer want."""
-        tokens, results = self._receives.take()
+        tokens, results = self.receives.take()
         for request, end in tokens:
             self._note_first_token(request, end)
         for request, result in results:
@@ -186,7 +186,7 @@ class EngineCore:
             return  # handed over at arrival
         token_id = end.first_token.token_id
         if token_id >= self._vocabulary_size:
-            self._receives.end(request)
+            self.receives.end(request)
             request.receive_outcome = ReceiveOutcome.MISMATCH.value
             self._note_failure(request, f"its first token {token_id} is not in the vocabulary")
             return
@@ -222,7 +222,7 @@ class EngineCore:
         request.read_back_outcome = result.outcome.value
         request.read_back_s = result.duration_s or 0.0
         holder = request.history
-        self._receives.end(request)
+        self.receives.end(request)
         if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:
             request.num_read_back_tokens = self._num_tokens(result)
             request.num_read_back_bytes = result.num_bytes
@@ -331,7 +331,7 @@ class EngineCore:
         error: str | None = None,
     ) -> None:
         """End ``request``: drop its blocks, let the peer go, send the last output."""
-        self._receives.end(request)
+        self.receives.end(request)
         if handoff is None:
             self._sender.give_up(request)
         hashes, partial = self._hashes_to_retain(request, reason)

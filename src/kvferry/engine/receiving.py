@@ -6,8 +6,8 @@ the engine's thread. What a result means for the request is the core's.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TypeVar
+import threading
+from collections.abc import Iterable
 
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveResult
 from kvferry.engine.handoff import prompt_identity
@@ -17,54 +17,57 @@ from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Role
 
-Item = TypeVar("Item")
-
-_MAX_EARLY = 1024
 _MORE_BLOCKS_THAN_ANY_SHARE = 2**40
 
 
-class HandoffReceiver:
-    """Decode's side at arrival, on the caller's thread."""
-
-    def __init__(self, connector: ConnectorPort) -> None:
-        self._connector = connector
-
-    def begin(self, request: LiveRequest, transfer: KvTransferParams) -> None:
-        """Let the peer know. Raises ``RequestError`` if the id is in use here."""
-        if transfer.peer is None:
-            raise LocalProtocolError("role decode without a peer")
-        self._connector.begin_receive(
-            transfer.transfer_id, transfer.peer, prompt_identity(request), mode=transfer.mode
-        )
-
-    def decline(self, transfer: KvTransferParams) -> None:
-        """Nothing is needed of the peer's blocks: let it go."""
-        self._connector.end_receive(transfer.transfer_id, needed=False)
-
-
 class Receives:
-    """Decode's side from then on, on the engine's thread. A ``ReceiveDesk`` for the scheduler."""
+    """A ``ReceiveDesk`` for the scheduler, on the engine's thread.
+
+    ``begin`` and ``decline`` are for arrival, on the caller's thread. What comes for a transfer
+    that was begun and has not ended is never lost, however much comes at once; what comes for any
+    other belongs to nobody. So what is kept is bounded by the requests themselves.
+    """
 
     def __init__(self, connector: ConnectorPort | None) -> None:
         self._connector = connector
-        self._by_transfer: dict[TransferId, LiveRequest] = {}
-        # A peer may be faster than this process is with handing a request to the engine's thread.
-        self._early_tokens: OrderedDict[TransferId, PrefillEnd] = OrderedDict()
-        self._early_results: OrderedDict[TransferId, ReceiveResult] = OrderedDict()
+        # Around the connector's calls too: what a peer sends at once finds its transfer known.
+        self._lock = threading.Lock()
+        self._by_transfer: dict[TransferId, LiveRequest | None] = {}
+        """None: begun, and on its way to the engine's thread."""
+        self._tokens: dict[TransferId, PrefillEnd] = {}
+        self._results: dict[TransferId, ReceiveResult] = {}
+
+    # -- at arrival ---------------------------------------------------------------------------
+
+    def begin(self, request: LiveRequest, transfer: KvTransferParams) -> None:
+        """Let the peer know. Raises ``RequestError`` if the id is in use here."""
+        if transfer.peer is None or self._connector is None:
+            raise LocalProtocolError("role decode without a peer, or without a connector")
+        with self._lock:
+            self._connector.begin_receive(
+                transfer.transfer_id, transfer.peer, prompt_identity(request), mode=transfer.mode
+            )
+            self._by_transfer[transfer.transfer_id] = None
+
+    def decline(self, transfer: KvTransferParams) -> None:
+        """Nothing is needed of the peer's blocks: let it go."""
+        self._end(transfer.transfer_id, needed=False)
+
+    # -- on the engine's thread ---------------------------------------------------------------
 
     def add(self, request: LiveRequest) -> None:
         """A request is in service from now on."""
         transfer = request.transfer_as(Role.DECODE)
         if transfer is not None and request.wants_receive:
-            self._by_transfer[transfer.transfer_id] = request
+            with self._lock:
+                self._by_transfer[transfer.transfer_id] = request
 
     def end(self, request: LiveRequest, *, needed: bool = False) -> None:
         """Nothing more is wanted of the peer; it is told."""
         self._end_history(request)
         transfer = request.transfer_as(Role.DECODE)
-        if transfer is not None and self._connector is not None:
-            self._by_transfer.pop(transfer.transfer_id, None)
-            self._connector.end_receive(transfer.transfer_id, needed=needed)
+        if transfer is not None:
+            self._end(transfer.transfer_id, needed=needed)
 
     def take(
         self,
@@ -72,33 +75,45 @@ class Receives:
         """Return the first tokens and the ends of receives that came, in this order."""
         if self._connector is None:
             return [], []
-        # In this order: the first token that belongs to a result taken here is there already.
-        for result in self._connector.take_results():
-            _keep(self._early_results, result.transfer_id, result)
-        for arrival in self._connector.take_first_tokens():
-            _keep(self._early_tokens, arrival.transfer_id, arrival.end)
-        tokens = [
-            (self._by_transfer[i], self._early_tokens.pop(i))
-            for i in [i for i in self._early_tokens if i in self._by_transfer]
-        ]
-        results = [
-            (self._by_transfer.pop(i), self._early_results.pop(i))
-            for i in [i for i in self._early_results if i in self._by_transfer]
-        ]
-        return tokens, results
+        with self._lock:
+            # In this order: the first token that belongs to a result taken here is there already.
+            for result in self._connector.take_results():
+                if result.transfer_id in self._by_transfer:
+                    self._results[result.transfer_id] = result
+            for arrival in self._connector.take_first_tokens():
+                if arrival.transfer_id in self._by_transfer:
+                    self._tokens[arrival.transfer_id] = arrival.end
+            tokens = [(r, self._tokens.pop(i)) for i, r in self._in_service(self._tokens)]
+            results = [(r, self._results.pop(i)) for i, r in self._in_service(self._results)]
+            for result in [result for _, result in results]:
+                del self._by_transfer[result.transfer_id]
+            return tokens, results
+
+    def _in_service(self, ids: Iterable[TransferId]) -> list[tuple[TransferId, LiveRequest]]:
+        found = [(transfer_id, self._by_transfer[transfer_id]) for transfer_id in ids]
+        return [(transfer_id, request) for transfer_id, request in found if request is not None]
+
+    def _end(self, transfer_id: TransferId, *, needed: bool) -> None:
+        if self._connector is None:
+            return
+        with self._lock:
+            # Nothing of it may be left for another request under the same id.
+            self._by_transfer.pop(transfer_id, None)
+            self._tokens.pop(transfer_id, None)
+            self._results.pop(transfer_id, None)
+            self._connector.end_receive(transfer_id, needed=needed)
 
     def _start_history(self, start: HistoryStart) -> None:
         request, holder = start.request, start.request.history
         if self._connector is None or holder is None:
             raise AssertionError(f"request {request.request.request_id} has no history to read")
-        history_id = self._connector.read_history(holder, start.wish)
-        request.history_id = history_id
-        self._by_transfer[history_id] = request
+        with self._lock:
+            request.history_id = self._connector.read_history(holder, start.wish)
+            self._by_transfer[request.history_id] = request
 
     def _end_history(self, request: LiveRequest) -> None:
-        if request.history_id is not None and self._connector is not None:
-            self._by_transfer.pop(request.history_id, None)
-            self._connector.end_receive(request.history_id, needed=True)
+        if request.history_id is not None:
+            self._end(request.history_id, needed=True)
             request.history_id = None
 
     def follow(self, plan: StepPlan) -> list[LiveRequest]:
@@ -150,9 +165,3 @@ def _id_of(request: LiveRequest) -> TransferId:
     if transfer is None:
         raise AssertionError(f"request {request.request.request_id} receives nothing")
     return transfer.transfer_id
-
-
-def _keep(kept: OrderedDict[TransferId, Item], transfer_id: TransferId, item: Item) -> None:
-    kept[transfer_id] = item
-    while len(kept) > _MAX_EARLY:
-        kept.popitem(last=False)

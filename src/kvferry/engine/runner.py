@@ -24,7 +24,6 @@ from kvferry.engine.inbox import Inbox
 from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import PagedCache
-from kvferry.engine.receiving import HandoffReceiver
 from kvferry.engine.request import (
     EngineRequest,
     FinishReason,
@@ -205,8 +204,8 @@ class Engine:
         except EngineError:
             self._inbox.forget(live.request.request_id)
             transfer = live.transfer_as(Role.DECODE)
-            if transfer is not None and self._connector is not None:
-                HandoffReceiver(self._connector).decline(transfer)
+            if transfer is not None:
+                self._core.receives.decline(transfer)
             raise
 
     def _begin_receive(self, live: LiveRequest) -> bool:
@@ -218,8 +217,8 @@ class Engine:
         transfer = live.transfer_as(Role.DECODE)
         if transfer is None or self._connector is None:
             return False
-        receiver = HandoffReceiver(self._connector)
-        receiver.begin(live, transfer)
+        receives = self._core.receives
+        receives.begin(live, transfer)
         live.wants_receive = True
         live.prefill_end_s = transfer.prefill_end_s
         live.prefill = transfer.prefill_report
@@ -228,10 +227,10 @@ class Engine:
         try:
             is_finished = self._answer_first_token(live, transfer)
         except BaseException:
-            receiver.decline(transfer)
+            receives.decline(transfer)
             raise
         if is_finished:
-            receiver.decline(transfer)
+            receives.decline(transfer)
         return is_finished
 
     def _announce_history(self, live: LiveRequest) -> None:

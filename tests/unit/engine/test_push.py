@@ -179,12 +179,17 @@ def test_a_failure_in_the_moment_of_registration(tiny_model_dir: Path, rig: Rig)
 
 
 def test_what_comes_before_the_engine_knows_of_the_request_is_kept(
-    tiny_model_dir: Path, rig: Rig
+    tiny_model_dir: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_prompt(100)
-    rig.connector.tell_first_token(TRANSFER_ID, 42, seed=3)
-    rig.connector.fail(TRANSFER_ID, ReceiveOutcome.GONE)
-    rig.submit([9], max_tokens=1).wait()
+    begin_receive = rig.connector.begin_receive
+
+    def begin_and_hear_at_once(*args: Any, mode: Mode) -> None:  # noqa: ANN401 - passed on
+        begin_receive(*args, mode=mode)
+        rig.connector.tell_first_token(TRANSFER_ID, 42, seed=3)
+        rig.connector.fail(TRANSFER_ID, ReceiveOutcome.GONE)
+
+    monkeypatch.setattr(rig.connector, "begin_receive", begin_and_hear_at_once)
     answer = rig.submit(prompt, transfer=RECEIVING, max_tokens=4).wait()
     assert answer.tokens[0] == 42
     assert answer.tokens[1:] == plain_tokens(tiny_model_dir, [*prompt, 42], 3)
