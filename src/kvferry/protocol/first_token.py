@@ -1,4 +1,7 @@
-"""The token that prefill sampled, as it travels from prefill to decode."""
+"""The token that prefill sampled, as it travels from prefill to decode.
+
+Unknown fields are allowed: a newer prefill may say more.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ import msgspec
 from msgspec import Meta
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenLogprob(msgspec.Struct, frozen=True):
     """A sampled token's log probability and its best alternatives, as (token id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FirstToken(msgspec.Struct, frozen=True):
     """The token that prefill sampled; decode answers it without a forward pass."""
 
     token_id: Annotated[int, Meta(ge=0, lt=2**32)]

@@ -13,11 +13,14 @@ import msgspec
 from kvferry.errors import IncompatiblePeerError
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a block is made of. All sizes are of one block over all layers unless said otherwise.
 
     A field that a later version adds needs a default that means what was true before it. A field
     at its default is not sent and not in the fingerprint, so both versions still agree.
+
+    Fields unknown here are ignored, and neither compared nor in the fingerprint: who has added one
+    is in every handshake, knows what its absence means, and refuses where that matters.
     """
 
     model_name: str

@@ -53,7 +53,8 @@ _LeaseId = Annotated[LeaseId, Meta(ge=0, le=2**62)]
 
 
 class DeclineReason(enum.StrEnum):
-    """Why a holder does not grant what was asked."""
+    """Why a holder does not grant what was asked. A text that is unknown here, of a newer holder,
+    is a refusal all the same; its ``detail`` says why."""
 
     GONE = "gone"
     """The blocks, the transfer id or the epoch do not exist (any more)."""
@@ -67,9 +68,14 @@ class DeclineReason(enum.StrEnum):
     """No handshake with this sender yet in this epoch."""
     MALFORMED = "malformed"
 
+    @classmethod
+    def _missing_(cls, value: object) -> DeclineReason | None:
+        return cls.PRESSURE if isinstance(value, str) else None
+
 
 class FailureReason(enum.StrEnum):
-    """Why a sender gives a push up."""
+    """Why a sender gives a push up. A text that is unknown here, of a newer sender, is a failure
+    all the same; its ``detail`` says why."""
 
     ABORTED = "aborted"
     """The prefill request ended before its prompt was computed."""
@@ -80,6 +86,10 @@ class FailureReason(enum.StrEnum):
     TRANSPORT = "transport"
     """A WRITE failed, or ran for too long."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> FailureReason | None:
+        return cls.TRANSPORT if isinstance(value, str) else None
+
 
 class ReleaseOutcome(enum.StrEnum):
     """How the receiver's side of a handoff ended."""
@@ -89,9 +99,14 @@ class ReleaseOutcome(enum.StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
+    @classmethod
+    def _missing_(cls, value: object) -> ReleaseOutcome | None:
+        """Whatever a newer receiver calls its end, it reads nothing any more."""
+        return cls.FAILED if isinstance(value, str) else None
+
 
 class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=False):
-    """Unknown fields are allowed, so that version N+1 may add one."""
+    """Unknown fields are allowed, here and in all that is nested, so that N+1 may add one."""
 
 
 class Hello(_Message, frozen=True, tag="hello"):

@@ -1,7 +1,9 @@
 """``kv_transfer_params``: what travels in HTTP bodies between the router and engines.
 
-At the edge it is a JSON object, as in vLLM; inside it is typed. Unknown keys are refused from the
-outside (a misspelt key that is silently ignored switches reuse off), but relayed by the router.
+At the edge it is a JSON object, as in vLLM; inside it is typed. Unknown keys are refused where a
+user may have written them (a misspelt key that is silently ignored switches reuse off). They are
+ignored where a newer router or instance must have: in nested objects, which no user makes, and in a
+body that is signed. The router relays them.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ def is_port(text: str) -> bool:
     return is_number and 0 < int(text) <= _MAX_PORT
 
 
-class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the other side of a handoff is, and which start of it."""
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where the other side of a handoff is, and which start of it. Unknown fields are allowed: it
+    comes from an instance, which may be a newer one."""
 
     instance_id: Annotated[InstanceId, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     epoch: Annotated[Epoch, Meta(ge=0, le=2**62)]
@@ -111,11 +114,15 @@ class KvTransferParams(
     retention_s: _Seconds | None = None
 
 
-def parse_params(value: object) -> KvTransferParams:
+def parse_params(value: object, *, from_peer: bool = False) -> KvTransferParams:
     """Check and convert the JSON object ``value``.
 
-    Raises ``RequestError`` naming what is wrong.
+    ``from_peer``: it is proven that a router or an instance wrote it, so unknown keys are those of
+    a newer one. Raises ``RequestError`` naming what is wrong.
     """
+    if from_peer and isinstance(value, dict):
+        known = KvTransferParams.__struct_fields__
+        value = {name: field for name, field in value.items() if name in known}
     try:
         params = msgspec.convert(value, KvTransferParams)
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate

@@ -185,7 +185,8 @@ class InstanceService:
         """
         if value is None or not self._is_signed(value, body, signature):
             return None
-        params = parse_params(value)
+        # Only routers and instances have the key.
+        params = parse_params(value, from_peer=self.parts.cluster_key is not None)
         if self.parts.connector is None:
             raise RequestError(
                 "this instance exchanges no KV: kv_transfer_params cannot be served",

@@ -72,7 +72,8 @@ class Link(abc.ABC):
         """Attach to the peer's end. Prepares descriptor lists once, for all blocks of both sides.
 
         Raises ``RemoteProtocolError`` if the metadata is malformed or describes other geometry,
-        ``PeerUnreachableError`` if the peer is not there.
+        ``IncompatiblePeerError`` if it means nothing here, ``PeerUnreachableError`` if the peer is
+        not there.
         """
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ Indices = npt.NDArray[np.int64]
 _Size = Annotated[int, Meta(ge=1, lt=2**48)]
 
 
-class RegionGeometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RegionGeometry(msgspec.Struct, frozen=True, array_like=True):
     """A ``MemoryRegion`` as it crosses the wire. ``start`` is an address or an offset."""
 
     start: Annotated[int, Meta(ge=0, le=_END_OF_ADDRESSES - 1)]

@@ -18,7 +18,7 @@ _STATE_FIELD = 0
 _START_FIELD = 19
 
 
-class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """Names one process for as long as its host runs."""
 
     boot_id: Annotated[str, Meta(min_length=1, max_length=64)]

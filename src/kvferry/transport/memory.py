@@ -36,7 +36,7 @@ from kvferry.transport.link import LinkState, Operation, TrackedLink, Work
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 
 
-class MemoryMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MemoryMetadata(msgspec.Struct, frozen=True):
     """One link's end, as the peer sees it."""
 
     link_number: int

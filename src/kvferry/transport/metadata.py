@@ -1,5 +1,7 @@
 """The envelope of link metadata: a mark, a digest and a msgpack struct. Never pickled.
 
+Whatever a newer peer adds is ignored: fields of a map, elements at the end of an array.
+
 The digest guards against damage, not against forgery: who may send metadata at all is decided by
 the control plane.
 """
@@ -11,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.errors import LocalProtocolError, RemoteProtocolError
+from kvferry.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 
 MAX_METADATA_BYTES = 256 * 1024
 _MARK = b"kvferry-link-1:"
@@ -33,7 +35,11 @@ def encode_metadata(metadata: msgspec.Struct) -> bytes:
 
 
 def decode_metadata(data: bytes, kind: type[T]) -> T:
-    """Return the struct in ``data``. Raises ``RemoteProtocolError`` for anything else."""
+    """Return the struct in ``data``.
+
+    Raises ``RemoteProtocolError`` for anything damaged, ``IncompatiblePeerError`` for what has
+    arrived as it was meant and means nothing here: another transport's, or a newer kind of memory.
+    """
     if len(data) > MAX_METADATA_BYTES:
         raise RemoteProtocolError(f"link metadata of {len(data)} bytes is too large")
     head = len(_MARK) + _DIGEST_BYTES
@@ -42,6 +48,8 @@ def decode_metadata(data: bytes, kind: type[T]) -> T:
         raise RemoteProtocolError("malformed link metadata")
     try:
         return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.ValidationError as error:
+        raise IncompatiblePeerError("transport_metadata", kind.__name__, str(error)) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed link metadata: {error}") from error
 

@@ -1,6 +1,7 @@
 """Messages of a READ that the holder carries out: asked for by the reader, told when filled.
 
-Knows their form and limits, not how they travel.
+Knows their form and limits, not how they travel. Elements that a newer peer adds at the end of one
+are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Number = Annotated[int, Meta(ge=1, le=2**62)]
 _Blocks = Annotated[bytes, Meta(min_length=4, max_length=_MAX_MESSAGE_BYTES)]
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask", forbid_unknown_fields=True):
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Write your blocks ``sources`` into our blocks ``targets``, pair by pair."""
 
     number: _Number
@@ -35,15 +36,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask", forbid_unknow
     targets: _Blocks
 
 
-class Filled(
-    msgspec.Struct, frozen=True, array_like=True, tag="filled", forbid_unknown_fields=True
-):
+class Filled(msgspec.Struct, frozen=True, array_like=True, tag="filled"):
     """All bytes of that ask have arrived."""
 
     number: _Number
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping", forbid_unknown_fields=True):
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Says nothing; that it cannot be sent says that the connection broke."""
 
 

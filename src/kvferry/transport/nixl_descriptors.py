@@ -22,7 +22,7 @@ MAX_DESCRIPTORS = 2**24
 DescriptorIndices = npt.NDArray[np.int32]
 
 
-class NixlMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NixlMetadata(msgspec.Struct, frozen=True):
     """One link's end, as the peer sees it."""
 
     backend: Annotated[str, Meta(max_length=32)]

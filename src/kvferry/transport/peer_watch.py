@@ -23,7 +23,7 @@ _NONCE_BYTES = 16
 _DONE_OFFSET = _NONCE_BYTES
 
 
-class FarewellReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FarewellReference(msgspec.Struct, frozen=True):
     """Where a peer finds our word."""
 
     page: MemfdReference

@@ -26,7 +26,7 @@ _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class MemfdReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MemfdReference(msgspec.Struct, frozen=True):
     """What a peer needs to map a memfd of ours."""
 
     descriptor: Annotated[int, Meta(ge=0, le=2**31 - 1)]

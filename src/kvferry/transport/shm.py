@@ -52,14 +52,14 @@ PIECE_BYTES = 32 * 1024 * 1024
 _MAX_SEGMENTS = 64
 
 
-class _PlacedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PlacedRegion(msgspec.Struct, frozen=True, array_like=True):
     """A region whose start is an offset into one of the peer's segments."""
 
     segment: Annotated[int, Meta(ge=0, lt=_MAX_SEGMENTS)]
     geometry: RegionGeometry
 
 
-class ShmMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShmMetadata(msgspec.Struct, frozen=True):
     """One link's end, as the peer sees it."""
 
     process: ProcessIdentity

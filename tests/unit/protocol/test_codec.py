@@ -151,7 +151,7 @@ def test_the_largest_grant_fits() -> None:
         {"type": "granted", "lease_id": 1, "duration_s": 1.0, "blocks": [2**31]},
         {"type": "granted", "lease_id": 1, "duration_s": 1.0, "blocks": [0] * 65_537},
         {"type": "granted", "lease_id": 1, "duration_s": 1.0, "blocks": [], "block_digests": [b""]},
-        {"type": "declined", "reason": "mood"},
+        {"type": "declined", "reason": 7},
         {"type": "declined", "reason": "gone", "detail": "x" * 1025},
         [],
         None,

@@ -93,7 +93,8 @@ def test_the_decode_leg_needs_a_peer() -> None:
         ({**PREFILL, "role": "both"}, "both"),
         ({**PREFILL, "mode": "teleport"}, "teleport"),
         ({**PREFILL, "histroy": 1}, "histroy"),
-        ({**DECODE, "peer": {**PEER, "port": 1}}, "port"),
+        ({**DECODE, "frist_token": {"token_id": 1, "seed": 1}}, "frist_token"),
+        ({**DECODE, "peer": {**PEER, "epcoh": 1, "epoch": None}}, "peer.epoch"),
         ({**DECODE, "peer": {**PEER, "epoch": "7"}}, "peer.epoch"),
         ({**DECODE, "peer": {**PEER, "epoch": -1}}, "peer.epoch"),
         ({**DECODE, "peer": {**PEER, "control_address": ""}}, "peer.control_address"),
@@ -123,6 +124,31 @@ def test_what_is_wrong_is_refused_and_named(value: object, named: str) -> None:
         parse_params(value)
     assert named in str(caught.value)
     assert (caught.value.param or "").startswith("kv_transfer_params")
+
+
+MORE = {"added_next": [1, None]}
+
+
+def test_what_an_instance_has_added_within_an_object_is_ignored() -> None:
+    logprob = {"logprob": -0.5, "top": [[7, -0.5]], **MORE}
+    offered = {
+        **DECODE,
+        "peer": PEER | MORE,
+        "first_token": {"token_id": 7, "seed": 1, "logprob": logprob} | MORE,
+        "prefill_report": {"num_cached_tokens": 3} | MORE,
+        "history": PEER | MORE,
+    }
+    params = parse_params(offered)
+    assert params.first_token == FirstToken(7, 1, TokenLogprob(-0.5, ((7, -0.5),)))
+    assert "added_next" not in json.dumps(emit_params(params))
+
+
+def test_a_key_beside_the_others_is_a_newer_routers_only_where_that_is_proven() -> None:
+    assert parse_params(PREFILL | MORE, from_peer=True) == parse_params(PREFILL)
+    with pytest.raises(RequestError, match="added_next"):
+        parse_params(PREFILL | MORE)
+    with pytest.raises(RequestError, match="both"):
+        parse_params({**PREFILL, "role": "both"} | MORE, from_peer=True)
 
 
 json_values = st.recursive(

@@ -146,6 +146,22 @@ async def test_a_signed_transfer_is_honoured() -> None:
         assert "kv_transfer_params" in await response.json()
 
 
+async def test_a_newer_routers_key_is_ignored_where_it_is_signed_and_refused_elsewhere() -> None:
+    data = DATA.replace(b'"role"', b'"added_next":1,"role"')
+    async with (
+        serve(ScriptedEngine(hands_over("x")), cluster_key=KEY) as served,
+        served.client.post(COMPLETIONS, data=data, headers=signed(data)) as response,
+    ):
+        assert response.status == 200
+        assert served.engine.requests[0].transfer == PREFILL
+    async with (
+        serve(ScriptedEngine()) as served,
+        served.client.post(COMPLETIONS, data=data) as response,
+    ):
+        assert response.status == 400
+        assert "added_next" in (await response.json())["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [

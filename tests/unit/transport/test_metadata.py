@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import LocalProtocolError, RemoteProtocolError
+from kvferry.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from kvferry.transport.metadata import MAX_METADATA_BYTES, decode_metadata, encode_metadata
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Sample(msgspec.Struct, frozen=True):
     data: bytes
     count: int = 0
 
@@ -38,14 +38,21 @@ def test_a_changed_bit_is_noticed(data: st.DataObject) -> None:
         decode_metadata(bytes(encoded), Sample)
 
 
-def test_another_struct_is_refused() -> None:
+def test_what_means_nothing_here_is_incompatible() -> None:
     class Other(msgspec.Struct):
         other: str
 
     for wrong in (Other("x"), Sample(b"", 1)):
         kind = Sample if isinstance(wrong, Other) else Other
-        with pytest.raises(RemoteProtocolError):
+        with pytest.raises(IncompatiblePeerError, match="transport_metadata"):
             decode_metadata(encode_metadata(wrong), kind)
+
+
+def test_what_a_newer_peer_adds_is_ignored() -> None:
+    class Newer(Sample, frozen=True):
+        more: dict[str, int] = {}
+
+    assert decode_metadata(encode_metadata(Newer(b"x", 3, {"y": 1})), Sample) == Sample(b"x", 3)
 
 
 def test_sizes_are_limited_on_both_sides() -> None:

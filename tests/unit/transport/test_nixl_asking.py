@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,6 +26,12 @@ from kvferry.transport.nixl_asking import (
 @pytest.mark.parametrize("message", [Ask(1, b"\0\0\0\0", b"\1\0\0\0"), Filled(9), Ping()])
 def test_messages_survive_the_way(message: Message) -> None:
     assert decode_message(encode_message(message)) == message
+
+
+@pytest.mark.parametrize("message", [Ask(1, b"\0\0\0\0", b"\1\0\0\0"), Filled(9), Ping()])
+def test_what_a_newer_peer_adds_at_the_end_is_ignored(message: Message) -> None:
+    elements = [*msgspec.msgpack.decode(encode_message(message)), {"more": 1}, 2]
+    assert decode_message(msgspec.msgpack.encode(elements)) == message
 
 
 @given(st.binary(max_size=64))
