@@ -66,7 +66,8 @@ class Program:
             assert time.monotonic() < deadline_s, self.log()
             time.sleep(0.02)
         report = json.loads(self._ready_path.read_text())
-        assert report["pid"] == self.pid
+        assert self.process is not None
+        assert report["pid"] == self.process.own_pid
         self.url = report["url"]
         self.control_address = report.get("control_address", "")
 

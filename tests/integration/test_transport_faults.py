@@ -22,6 +22,7 @@ from kvferry.errors import TransferError
 from kvferry.transport.base import Link, TransferStatus
 from kvferry.transport.peer_process import Command, PeerProcess, PeerSetup, Pool
 from kvferry.transport.registry import available_transports
+from tests.integration.pid_namespace import IN_PID_NAMESPACE
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,8 @@ class Kind:
     options: dict[str, str | None] = field(default_factory=dict)
     boot_id: str = ""
     """The sender's, where it says to be on another host."""
+    launcher: tuple[str, ...] = ()
+    """What runs the sender in a container of its own."""
     writes_directly: bool = True
     """Whether a sender on this host reaches memory without the receiver's help."""
 
@@ -49,6 +52,10 @@ class Kind:
 SHM = Kind("shm")
 NIXL = Kind("nixl")
 TCP = Kind("nixl", {"ucx_tls": "tcp"}, writes_directly=False)
+ELSEWHERE = Kind("nixl", launcher=IN_PID_NAMESPACE, writes_directly=False)
+"""In another container on this host, with a network in common as in a pod. UCX of today reaches
+into no other pid namespace's memory; it is not for us to rely on that."""
+ELSEWHERE_TCP = Kind("nixl", {"ucx_tls": "tcp"}, launcher=IN_PID_NAMESPACE, writes_directly=False)
 FAR = Kind("nixl", {"ucx_tls": "tcp"}, boot_id="another-host", writes_directly=False)
 
 needs_nixl = pytest.mark.skipif("nixl" not in available_transports(), reason="NIXL is missing")
@@ -79,7 +86,8 @@ class Scene:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.pool.view, dtype=np.uint8)
         self.blocks = self.bytes.reshape(NUM_BLOCKS, BLOCK_BYTES)
         self.sender = PeerProcess(
-            PeerSetup(kind.transport, kind.options, NUM_BLOCKS, BLOCK_BYTES, kind.boot_id)
+            PeerSetup(kind.transport, kind.options, NUM_BLOCKS, BLOCK_BYTES, kind.boot_id),
+            kind.launcher,
         )
         self.sender.ask(Command("fill", value=FOREIGN))
         self.link = self.pool.transport.open_link("sender")
@@ -167,7 +175,7 @@ def scene(kind: Kind) -> Iterator[Scene]:
     scene.close()
 
 
-@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
+@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP, elsewhere=ELSEWHERE, elsewhere_tcp=ELSEWHERE_TCP)
 def test_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
     scene.signal_in_mid_write(signal.SIGSTOP)
     scene.sender.send_signal(signal.SIGKILL)
@@ -177,7 +185,7 @@ def test_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
     scene.reuse_and_watch()
 
 
-@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
+@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP, elsewhere=ELSEWHERE, elsewhere_tcp=ELSEWHERE_TCP)
 def test_running_sender_killed_with_bytes_in_flight(scene: Scene) -> None:
     scene.bytes[:] = OLD
     scene.sender.send(scene.write_command())
@@ -201,7 +209,7 @@ def test_sender_gives_up_with_its_write_in_progress(scene: Scene) -> None:
     scene.reuse_and_watch()
 
 
-@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP)
+@kinds(shm=SHM, nixl=NIXL, nixl_tcp=TCP, elsewhere=ELSEWHERE, elsewhere_tcp=ELSEWHERE_TCP)
 def test_stopped_sender_on_this_host_is_never_quiet(scene: Scene) -> None:
     scene.signal_in_mid_write(signal.SIGSTOP)
     scene.disconnect_within()

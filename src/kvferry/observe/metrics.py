@@ -167,6 +167,12 @@ class ExchangeMetrics:
             "Blocks that a posted transfer may still touch",
             registry=registry,
         )
+        self.blind_links = Gauge(
+            "kvferry_blind_links",
+            "Peers on this host that may write here and whose death could not be proven: what they "
+            "might touch would stay in quarantine",
+            registry=registry,
+        )
         self.resting_peers = Gauge(
             "kvferry_resting_peers",
             "Peers lost a moment ago and not tried again yet",

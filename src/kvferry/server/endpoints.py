@@ -82,6 +82,7 @@ async def metrics(request: web.Request) -> web.Response:
         exchange.handoffs_held.set(held.num_handoffs_held)
         exchange.leased_blocks.set(held.num_blocks_leased)
         exchange.quarantined_blocks.set(held.num_blocks_quarantined)
+        exchange.blind_links.set(figures.num_blind_links)
         exchange.resting_peers.set(held.num_peers_resting)
     return web.Response(body=parts.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -45,6 +45,7 @@ class InstanceFigures:
     num_blocks: int
     num_free_blocks: int
     is_alive: bool
+    num_blind_links: int = 0
     retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 
@@ -66,6 +67,7 @@ class Instance:
         tokenizer: Tokenizer,
         engine: Engine,
         exchange: Exchange,
+        transport: Transport,
         metrics: Metrics,
         parts: contextlib.ExitStack,
     ) -> None:
@@ -74,6 +76,7 @@ class Instance:
         self.engine = engine
         self.exchange = exchange
         self.metrics = metrics
+        self._transport = transport
         self._parts = parts
 
     def figures(self) -> InstanceFigures:
@@ -87,6 +90,7 @@ class Instance:
             num_blocks=snapshot.pool.num_blocks,
             num_free_blocks=snapshot.pool.num_free,
             is_alive=snapshot.failure is None,
+            num_blind_links=self._transport.num_blind_links(),
             retained=self._retained_figures(snapshot.pool),
         )
 
@@ -149,6 +153,7 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
             tokenizer=tokenizer,
             engine=engine,
             exchange=exchange,
+            transport=transport,
             metrics=metrics,
             parts=parts.pop_all(),
         )

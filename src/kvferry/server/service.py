@@ -64,6 +64,11 @@ class EngineFigures(Protocol):
         ...
 
     @property
+    def num_blind_links(self) -> int:
+        """Peers that may write here and whose death could not be proven."""
+        ...
+
+    @property
     def retained(self) -> RetainedFigures:
         """What is kept for conversations' later turns."""
         ...

@@ -36,6 +36,8 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.own_pid = pid
+        """As the process itself sees it."""
         self._pidfd = os.pidfd_open(pid)
 
     @property

@@ -146,6 +146,11 @@ class Transport(abc.ABC):
         into. Then ending our own transfers is all that quiet takes.
         """
 
+    def num_blind_links(self) -> int:
+        """Return how many peers may write into memory here and could die without any proof of it,
+        so that what they might touch would stay out of use. May be called from any thread."""
+        return 0
+
     @abc.abstractmethod
     def close(self) -> None:
         """Disconnect every link and give memory back; safe to repeat."""

@@ -28,10 +28,13 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     start_ticks: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Start time in clock ticks after the host's boot."""
 
+    def is_on_host_of(self, other: ProcessIdentity) -> bool:
+        """Whether one kernel runs both, if in two containers."""
+        return self.boot_id == other.boot_id
+
     def is_beside(self, other: ProcessIdentity) -> bool:
         """Whether both are on one host and see each other's pids."""
-        mine = (self.boot_id, self.pid_namespace)
-        return mine == (other.boot_id, other.pid_namespace)
+        return self.is_on_host_of(other) and self.pid_namespace == other.pid_namespace
 
 
 def this_process() -> ProcessIdentity:

@@ -157,6 +157,11 @@ class TrackedLink(Link):
             return True
         return self._watch.cannot_write_directly()
 
+    def is_blind(self) -> bool:
+        """Whether nothing could prove the peer's death, and it may matter."""
+        is_blind = self._watch is not None and self._watch.is_blind
+        return is_blind and self._peer_writes and not self.is_quiet()
+
     def note_peer_writes(self) -> None:
         """Note that the peer is told of local blocks from now on."""
         self._peer_writes = True

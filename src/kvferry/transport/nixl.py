@@ -124,8 +124,7 @@ class NixlLink(TrackedLink):
         watch = PeerWatch(self._process, theirs.process)
         if watch.is_dead():
             raise PeerUnreachableError(f"{self.peer_name}: process {theirs.process.pid} is dead")
-        if watch.is_beside:
-            watch.try_map_farewell(theirs.farewell)
+        watch.follow(theirs.farewell)
         self._watch = watch
         self._peer_geometry = theirs.regions
         self._asks_for_reads = not reads_natively(
@@ -268,6 +267,10 @@ class NixlTransport(Transport):
         link = NixlLink(peer_name, self, agent, peer_writes=peer_writes)
         self._links = [known for known in self._links if not known.is_quiet()] + [link]
         return link
+
+    def num_blind_links(self) -> int:
+        """See ``Transport``."""
+        return sum(link.is_blind() for link in self._links)
 
     def close(self) -> None:
         """Disconnect every link and drop our hold on the memory."""

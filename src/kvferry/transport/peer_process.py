@@ -10,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -101,17 +102,19 @@ def finish(link: Link, transfer: Transfer, timeout_s: float = REPLY_TIMEOUT_S) -
 class PeerProcess:
     """The process, seen from the one that started it."""
 
-    def __init__(self, setup: PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup, launcher: Sequence[str] = ()) -> None:
+        """``launcher`` is a command that runs the process as its only child; none: started here."""
         package = Path(__file__).parents[2]
+        arguments = [sys.executable, "-m", __name__, msgspec.json.encode(setup).decode()]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, msgspec.json.encode(setup).decode()],
+            [*launcher, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(package)},
             bufsize=0,
         )
-        self.pid = self._process.pid
         self.metadata = self.wait_reply().metadata
+        self.pid = _only_child(self._process.pid) if launcher else self._process.pid
 
     def send(self, command: Command) -> None:
         """Send a command, whose reply is to be waited for."""
@@ -136,7 +139,7 @@ class PeerProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
-        self._process.send_signal(number)
+        os.kill(self.pid, number)
 
     def wait_end(self, timeout_s: float = REPLY_TIMEOUT_S) -> int:
         """Close its input and return its exit status."""
@@ -151,6 +154,11 @@ class PeerProcess:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
+
+
+def _only_child(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
 
 
 class _Server:

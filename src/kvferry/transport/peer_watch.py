@@ -1,13 +1,16 @@
 """Whether a peer process can still write into our memory after our own end is torn down.
 
 A process on the same host may write into ours directly: through a mapping, or by the kernel's
-cross-memory attach. Tearing our end down does not stop it, and neither does time: a stopped process
-goes on where it was when it is continued. Only its death or its own word proves that it has ended.
-The word is a byte in a page that the peer shares: it sets it after it has torn its end down.
+cross-memory attach, and a container of its own is no proof that it does not. Tearing our end down
+does not stop it, and neither does time: a stopped process goes on where it was when it is
+continued. Only its death or its own word proves that it has ended. The word is a byte in a page
+that the peer shares: it sets it after it has torn its end down. In another pid namespace there is
+no page to be opened and no pid to look at; there a lifeline tells of both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import Annotated
@@ -17,6 +20,7 @@ from msgspec import Meta
 
 from kvferry.errors import FerryError, RemoteProtocolError
 from kvferry.transport.host import ProcessIdentity, is_proven_dead
+from kvferry.transport.lifeline import HeldLifeline, Lifeline, hold_lifeline
 from kvferry.transport.shared_memory import Memfd, MemfdReference, map_peer_memory
 
 _NONCE_BYTES = 16
@@ -37,12 +41,14 @@ class FarewellPage:
         self._page = Memfd(mmap.PAGESIZE)
         nonce = os.urandom(_NONCE_BYTES)
         self._page.view[:_NONCE_BYTES] = nonce
+        self._lifeline = Lifeline(nonce)
         self.reference = FarewellReference(self._page.reference, nonce)
 
     def say_done(self) -> None:
         """Tell the peer that nothing of ours is posted any more; safe to repeat."""
         self._page.view[_DONE_OFFSET] = 1
         self._page.close()
+        self._lifeline.cut()
 
 
 class PeerWatch:
@@ -50,8 +56,10 @@ class PeerWatch:
 
     def __init__(self, ours: ProcessIdentity, theirs: ProcessIdentity) -> None:
         self._theirs = theirs
+        self.is_on_host = ours.is_on_host_of(theirs)
         self.is_beside = ours.is_beside(theirs)
         self._page: mmap.mmap | None = None
+        self._lifeline: HeldLifeline | None = None
         self._said_done = False
 
     def map_farewell(self, reference: FarewellReference) -> None:
@@ -65,12 +73,20 @@ class PeerWatch:
             raise RemoteProtocolError("the peer's farewell page carries another nonce")
         self._page = page
 
-    def try_map_farewell(self, reference: FarewellReference) -> None:
-        """Map the page where that is allowed; without it, only death or a message is proof."""
-        try:
-            self.map_farewell(reference)
-        except FerryError:
-            self._page = None
+    def follow(self, reference: FarewellReference) -> None:
+        """Hear the peer's word from now on: by its page where that can be mapped, else by its
+        lifeline. Without either only death, where its pid can be seen, or a message is proof."""
+        if self.is_beside:
+            with contextlib.suppress(FerryError):
+                self.map_farewell(reference)
+        if self.is_on_host and self._page is None:
+            self._lifeline = hold_lifeline(reference.nonce)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the peer is on this host and its death could not be told from its standing still:
+        what it may write into then stays out of use."""
+        return self.is_on_host and not self.is_beside and self._lifeline is None
 
     def note_done(self) -> None:
         """The peer said by another way that it has ended all it had posted."""
@@ -81,9 +97,11 @@ class PeerWatch:
         return self._said_done or (self._page is not None and self._page[_DONE_OFFSET] != 0)
 
     def is_dead(self) -> bool:
-        """Whether the peer is a process beside this one and proven dead."""
+        """Whether the peer is on this host and proven to be dead, or to have cut its lifeline."""
+        if self._lifeline is not None and self._lifeline.is_cut():
+            return True
         return self.is_beside and is_proven_dead(self._theirs)
 
     def cannot_write_directly(self) -> bool:
         """Whether the peer can write into this process by no way that bypasses our own end."""
-        return not self.is_beside or self.has_said_done() or self.is_dead()
+        return not self.is_on_host or self.has_said_done() or self.is_dead()

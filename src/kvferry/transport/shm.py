@@ -126,6 +126,11 @@ class ShmLink(TrackedLink):
         require_matching(self._geometry, offsets)
         _require_inside(theirs)
         watch = PeerWatch(self._process, theirs.process)
+        if watch.is_on_host and not watch.is_beside:
+            raise PeerUnreachableError(
+                f"{self.peer_name} is in another pid namespace of this host, where shm maps "
+                "nothing: share the namespace, or use another transport"
+            )
         if not watch.is_beside or watch.is_dead():
             raise PeerUnreachableError(f"{self.peer_name} is not a live process of this host")
         watch.map_farewell(theirs.farewell)

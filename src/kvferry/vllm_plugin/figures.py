@@ -22,7 +22,9 @@ TOTALS = {
     HISTORY_LEASES: ("outcome",),
 }
 """Names of totals, and what their labels are."""
-AMOUNTS = ("handoffs_held", "leased_blocks", "quarantined_blocks", "retained_blocks")
+AMOUNTS = (
+    "handoffs_held", "leased_blocks", "quarantined_blocks", "retained_blocks", "blind_links",
+)  # fmt: skip
 """Names of what there is now."""
 _OUTCOME_PREFIXES = {"offer_": HANDOFFS, "history_": HISTORY_LEASES}
 
@@ -52,13 +54,16 @@ class ReceiveFigures:
         return values
 
 
-def exchange_figures(snapshot: ConnectorSnapshot, num_retained_blocks: int) -> FigureValues:
+def exchange_figures(
+    snapshot: ConnectorSnapshot, num_retained_blocks: int, num_blind_links: int
+) -> FigureValues:
     """Return what one exchange tells: what it has in hand, and how others' leases ended."""
     values: FigureValues = {
         "handoffs_held": snapshot.num_handoffs_held,
         "leased_blocks": snapshot.num_blocks_leased,
         "quarantined_blocks": snapshot.num_blocks_quarantined,
         "retained_blocks": num_retained_blocks,
+        "blind_links": num_blind_links,
     }
     for name, count in snapshot.outcomes.items():
         for prefix, figure in _OUTCOME_PREFIXES.items():

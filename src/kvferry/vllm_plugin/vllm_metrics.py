@@ -24,6 +24,7 @@ _HELP = {
     "leased_blocks": "Blocks that a lease covers",
     "quarantined_blocks": "Blocks that a posted transfer may still touch",
     "retained_blocks": "Blocks kept for a conversation's next turn",
+    "blind_links": "Peers on this host whose death could not be proven, and that may write here",
 }
 
 

@@ -125,6 +125,7 @@ class WorkerHalf:
             exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
             self._exchange = exchange
+            self._transport = transport
             self._desk = Desk(exchange.port, self._pins, self._event.set, self._rank)
             self._server = OrderServer(self._desk.obey)
             parts.callback(self._server.close)
@@ -177,7 +178,11 @@ class WorkerHalf:
         if self._rank:
             return None
         return self._figures.take(
-            exchange_figures(self._exchange.port.snapshot(), self._pins.num_retained)
+            exchange_figures(
+                self._exchange.port.snapshot(),
+                self._pins.num_retained,
+                self._transport.num_blind_links(),
+            )
         )
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ EXCHANGE = {
     "kvferry_handoffs_held": (),
     "kvferry_leased_blocks": (),
     "kvferry_quarantined_blocks": (),
+    "kvferry_blind_links": (),
     "kvferry_resting_peers": (),
     "kvferry_history_leases_total": ("outcome",),
     "kvferry_handoffs_total": ("outcome",),

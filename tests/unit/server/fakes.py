@@ -99,6 +99,7 @@ class Figures:
     num_blocks: int = 10
     num_free_blocks: int = 10
     is_alive: bool = True
+    num_blind_links: int = 0
     retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 

@@ -90,6 +90,13 @@ async def test_metrics_count_requests_and_tokens() -> None:
         assert line in lines
 
 
+async def test_metrics_show_peers_whose_death_could_not_be_proven() -> None:
+    async with serve(ScriptedEngine()) as served:
+        served.figures = Figures(num_blind_links=2)
+        async with served.client.get("/metrics") as response:
+            assert "kvferry_blind_links 2.0" in (await response.text()).splitlines()
+
+
 async def test_metrics_show_what_is_retained() -> None:
     async with serve(ScriptedEngine()) as served:
         for figures in (

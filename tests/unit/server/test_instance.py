@@ -10,6 +10,7 @@ from kvferry.engine.runner import EngineSnapshot
 from kvferry.protocol.ids import BlockHash
 from kvferry.server.instance import Instance
 from kvferry.testing.fake_clock import FakeClock
+from kvferry.transport.registry import create_transport
 
 
 class IdleEngine:
@@ -37,6 +38,7 @@ def test_an_idle_instance_shows_no_retention_past_its_time() -> None:
         tokenizer=nothing,
         engine=cast(Any, IdleEngine(clock)),
         exchange=nothing,
+        transport=create_transport("shm"),
         metrics=nothing,
         parts=contextlib.ExitStack(),
     )

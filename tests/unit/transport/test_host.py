@@ -39,7 +39,10 @@ def test_this_process_is_alive_and_beside_itself() -> None:
 def test_another_host_or_namespace_is_not_beside() -> None:
     ours = this_process()
     assert not ours.is_beside(msgspec.structs.replace(ours, boot_id="other"))
-    assert not ours.is_beside(msgspec.structs.replace(ours, pid_namespace=1))
+    in_a_container = msgspec.structs.replace(ours, pid_namespace=1)
+    assert not ours.is_beside(in_a_container)
+    assert ours.is_on_host_of(in_a_container)
+    assert not ours.is_on_host_of(msgspec.structs.replace(ours, boot_id="other"))
 
 
 def test_a_reused_pid_is_another_process() -> None:

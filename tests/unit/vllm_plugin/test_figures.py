@@ -26,15 +26,16 @@ def test_receives_are_counted_by_mode_and_outcome() -> None:
 
 
 def test_what_the_exchange_tells_is_joined() -> None:
-    values = exchange_figures(_SNAPSHOT, 7)
+    values = exchange_figures(_SNAPSHOT, 7, 1)
     assert (values["handoffs_held"], values["retained_blocks"]) == (2, 7)
+    assert values["blind_links"] == 1
     assert (values["handoffs|read"], values["history_leases|expired"]) == (3, 1)
 
 
 def test_a_figure_is_its_name_its_labels_and_its_value() -> None:
     figures = ReceiveFigures()
     figures.count([_end("pull", "slow")])
-    told = {**figures.values(), **exchange_figures(_SNAPSHOT, 7)}
+    told = {**figures.values(), **exchange_figures(_SNAPSHOT, 7, 1)}
     found = {(name, labels): value for name, labels, value in split(told)}
     assert found["receives", ("pull", "slow")] == 1
     assert found["retained_blocks", ()] == 7
