@@ -107,3 +107,17 @@ class TokenOutput:
 
 OutputCallback = Callable[[TokenOutput], None]
 """Called on the engine's thread (or, for a handed-over first token, on the caller's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What a reset of the prefix cache has forgotten."""
+
+    num_cached_blocks: int
+    """Blocks that a prompt could have found, retained ones included."""
+    num_retained_blocks: int
+    num_conversations: int
+    """Retained until then."""
+    num_blocks_in_use: int
+    """Of requests in service, and held for peers or in quarantine: they are found by nobody new,
+    and their content is there until those let go."""

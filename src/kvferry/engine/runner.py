@@ -25,6 +25,7 @@ from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import PagedCache
 from kvferry.engine.request import (
+    CacheReset,
     EngineRequest,
     FinishReason,
     OutputCallback,
@@ -147,11 +148,22 @@ class Engine:
         """Look for results of receives; called by the connector when it has some."""
         self._inbox.wake()
 
-    def reset_prefix_cache(self) -> None:
-        """Find nothing of earlier prompts any more; requests in service go on."""
+    def reset_prefix_cache(self) -> CacheReset:
+        """Find nothing of earlier prompts any more; requests in service go on.
+
+        Returns what was forgotten, and what was not.
+        """
         with self.pool.lock:
+            before = self.pool.snapshot()
+            num_conversations = self.retention.num_conversations
             self.retention.release_all()
             self.pool.clear_cache()
+        return CacheReset(
+            num_cached_blocks=before.num_cached,
+            num_retained_blocks=before.num_retained,
+            num_conversations=num_conversations,
+            num_blocks_in_use=before.num_blocks - before.num_free,
+        )
 
     def snapshot(self) -> EngineSnapshot:
         """Return counts for metrics, health and tests."""

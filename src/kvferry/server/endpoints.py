@@ -77,6 +77,7 @@ async def metrics(request: web.Request) -> web.Response:
     gauges.num_requests_waiting.set(figures.num_waiting)
     gauges.kv_cache_usage_perc.set(1 - figures.num_free_blocks / max(1, figures.num_blocks))
     service.retained_meter.show(figures.retained)
+    service.preemption_meter.show(figures.num_preemptions)
     if parts.connector is not None:
         held, exchange = parts.connector.snapshot(), parts.metrics.exchange
         exchange.handoffs_held.set(held.num_handoffs_held)
@@ -105,7 +106,8 @@ async def instance(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """``POST /reset_prefix_cache``, as in vLLM: 200 once nothing of earlier prompts is found.
+    """``POST /reset_prefix_cache``, as in vLLM: 200 once nothing of earlier prompts is found, and
+    what was forgotten.
 
     For development: 403 unless the instance was started for it.
     """
@@ -116,8 +118,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
             code="dev_endpoints_disabled",
             status=403,
         )
-    parts.engine.reset_prefix_cache()
-    return web.Response()
+    return _json(msgspec.to_builtins(parts.engine.reset_prefix_cache()))
 
 
 async def cancel_transfer(request: web.Request) -> web.Response:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from kvferry.engine.request import EngineRequest, FinishReason, OutputCallback, TokenOutput
+from kvferry.engine.request import (
+    CacheReset,
+    EngineRequest,
+    FinishReason,
+    OutputCallback,
+    TokenOutput,
+)
 from kvferry.errors import EngineError
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.server.errors import ShuttingDownError
@@ -34,7 +40,7 @@ class EngineLike(Protocol):
         """End a request; unknown ones are ignored. Its last output has the reason ABORT."""
         ...
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> CacheReset:
         """Find nothing of earlier prompts any more; requests in service go on."""
         ...
 

@@ -45,6 +45,7 @@ class InstanceFigures:
     num_blocks: int
     num_free_blocks: int
     is_alive: bool
+    num_preemptions: int = 0
     num_blind_links: int = 0
     retained: RetainedFigures = field(default_factory=RetainedFigures)
 
@@ -90,6 +91,7 @@ class Instance:
             num_blocks=snapshot.pool.num_blocks,
             num_free_blocks=snapshot.pool.num_free,
             is_alive=snapshot.failure is None,
+            num_preemptions=snapshot.counters.num_preemptions,
             num_blind_links=self._transport.num_blind_links(),
             retained=self._retained_figures(snapshot.pool),
         )

@@ -43,7 +43,6 @@ class RequestMeter:
                     self._note_report(delta.report)
 
     def _note_report(self, report: RequestReport) -> None:
-        self._metrics.num_preemptions.inc(report.num_preemptions)
         prefill = report.prefill
         # On decode it is what the other instance has said of itself, and has counted.
         if prefill is None or report.mode or not prefill.read_back_outcome:
@@ -62,6 +61,19 @@ class RequestMeter:
         else:
             self._metrics.inter_token_latency_s.observe(now_s - last_s)
         self._last_token_s[choice] = now_s
+
+
+class PreemptionMeter:
+    """Counts preemptions as they happen: its counter advances by what has come since last time."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._shown = 0
+
+    def show(self, total: int) -> None:
+        """Show ``total``, which never goes down."""
+        self._metrics.num_preemptions.inc(total - self._shown)
+        self._shown = total
 
 
 class RetainedMeter:

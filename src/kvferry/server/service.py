@@ -26,7 +26,7 @@ from kvferry.protocol.signing import verify
 from kvferry.server.config import HttpConfig
 from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
-from kvferry.server.metering import RetainedMeter
+from kvferry.server.metering import PreemptionMeter, RetainedMeter
 from kvferry.server.read_backs import ReadBackTotals
 from kvferry.server.retained import RetainedFigures
 
@@ -61,6 +61,11 @@ class EngineFigures(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether the engine can still serve."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request gave up its blocks, since the start."""
         ...
 
     @property
@@ -131,6 +136,7 @@ class InstanceService:
         self._live_transfers: dict[TransferId, RequestId] = {}
         self._is_shutting_down = False
         self.retained_meter = RetainedMeter(parts.metrics.engine)
+        self.preemption_meter = PreemptionMeter(parts.metrics.engine)
         self.read_backs = ReadBackTotals()
 
     @property

@@ -213,6 +213,8 @@ class StepOrders(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...] = ()
     has_forward: bool = False
     num_free_blocks: int = 0
+    num_given_back: int = 0
+    """Pins that the pool had got back by then, since the start."""
     is_waiting: bool = False
     """A request waits for its peer's prefill before it takes blocks."""
 

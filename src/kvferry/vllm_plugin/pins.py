@@ -9,7 +9,7 @@ scheduler half gives its pins back in its next step.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from kvferry.blocks.partials import PartialBlocks, PartialContent
@@ -22,8 +22,12 @@ class PinnedBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
-        """Of vLLM's pool, as last told; for what this instance says of itself."""
+        self._num_free_told = num_blocks
+        self._num_returned = 0
+        """Pins that went back, since the start."""
+        self._untold: deque[int] = deque()
+        """Of the blocks let go that the pool did not have back when it last told: the number of
+        pins that had gone back with each."""
         self._lock = threading.Lock()
         self._references: Counter[BlockNumber] = Counter()
         self._pins: Counter[BlockNumber] = Counter()
@@ -31,6 +35,20 @@ class PinnedBlocks:
         self._found: dict[BlockHash, BlockNumber] = {}
         self._num_retainers: Counter[BlockHash] = Counter()
         self._partials = PartialBlocks()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of vLLM's pool that nobody has: as it last told, and those let go since, which an
+        idle engine has not taken back yet. For what this instance says of itself."""
+        with self._lock:
+            return min(self.num_blocks, self._num_free_told + len(self._untold))
+
+    def note_pool(self, num_free: int, num_given_back: int) -> None:
+        """vLLM's pool has so many free blocks, with so many pins given back since the start."""
+        with self._lock:
+            self._num_free_told = num_free
+            while self._untold and self._untold[0] <= num_given_back:
+                self._untold.popleft()
 
     @property
     def num_pinned(self) -> int:
@@ -148,4 +166,7 @@ class PinnedBlocks:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
-                self._returned += [block] * self._pins.pop(block)
+                num_pins = self._pins.pop(block)
+                self._returned += [block] * num_pins
+                self._num_returned += num_pins
+                self._untold.append(self._num_returned)

@@ -53,6 +53,8 @@ class PoolReferences:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._num_taken = 0
+        self.num_given_back = 0
+        """References given back since the start."""
 
     @property
     def num_taken(self) -> int:
@@ -64,6 +66,10 @@ class PoolReferences:
         """Blocks of the pool that nobody has."""
         return self._pool.get_num_free_blocks()
 
+    def figures(self) -> tuple[int, int]:
+        """Return how many blocks nobody has, and how many references were given back until then."""
+        return self.num_free, self.num_given_back
+
     def take(self, blocks: Sequence[BlockNumber]) -> None:
         """Take one on each block."""
         self._num_taken += len(blocks)
@@ -72,6 +78,7 @@ class PoolReferences:
     def give_back(self, blocks: Sequence[BlockNumber]) -> None:
         """Give one of each block back; tails of a sequence are reused before its head."""
         self._num_taken -= len(blocks)
+        self.num_given_back += len(blocks)
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 

@@ -195,7 +195,8 @@ class SchedulerHalf:
         loads, self._loads = tuple(self._loads), []
         has_forward = bool(facts.num_scheduled_tokens)
         is_waiting, self._is_waiting = self._is_waiting, False
-        return StepOrders(self._step, loads, has_forward, self._references.num_free, is_waiting)
+        pool = self._references.figures()
+        return StepOrders(self._step, loads, has_forward, *pool, is_waiting)
 
     def note_step_done(self, report: StepReport) -> None:
         """A step's output is there: its KV is complete, and so are the steps' before it."""

@@ -113,7 +113,12 @@ def test_a_reset_forgets_earlier_prompts_and_ends_nobody(tiny_model_dir: Path) -
         assert _num_cached(rig.submit(prompt, max_tokens=2).wait()) > 0
         running = rig.submit(prompt, max_tokens=100)
         running.wait_tokens(1)
-        rig.engine.reset_prefix_cache()
+        reset = rig.engine.reset_prefix_cache()
+        assert (reset.num_conversations, reset.num_retained_blocks) == (1, 3)
+        assert reset.num_cached_blocks >= reset.num_retained_blocks
+        assert 3 <= reset.num_blocks_in_use <= 9, "those of the one that runs, however far it is"
+        again = rig.engine.reset_prefix_cache()
+        assert again.num_cached_blocks == again.num_conversations == 0
         after = rig.submit(prompt, max_tokens=2).wait()
         assert _num_cached(after) == 0
         assert after.tokens == first.tokens

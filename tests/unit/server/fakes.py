@@ -13,13 +13,9 @@ from typing import Any
 import aiohttp
 
 from kvferry.clock import SystemClock
-from kvferry.connector.ports import (
-    ConnectorSnapshot,
-    HandoffOffer,
-    PromptIdentity,
-    ReceiveResult,
-)
+from kvferry.connector.ports import ConnectorSnapshot, HandoffOffer, PromptIdentity, ReceiveResult
 from kvferry.engine.request import (
+    CacheReset,
     EngineRequest,
     FinishReason,
     OutputCallback,
@@ -100,6 +96,7 @@ class Figures:
     num_free_blocks: int = 10
     is_alive: bool = True
     num_blind_links: int = 0
+    num_preemptions: int = 0
     retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 
@@ -188,8 +185,9 @@ class ScriptedEngine:
                 )
             )
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> CacheReset:
         self.num_cache_resets += 1
+        return CacheReset(5, 3, 2, 1)
 
     def emit(self, request: EngineRequest, text: str) -> None:
         self._send(outputs_of(request, list(text.encode()), None), self.callback(request))

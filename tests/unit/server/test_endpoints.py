@@ -90,6 +90,15 @@ async def test_metrics_count_requests_and_tokens() -> None:
         assert line in lines
 
 
+async def test_a_preemption_is_counted_before_its_request_ends() -> None:
+    async with serve(ScriptedEngine()) as served:
+        for total in (2, 2, 5):
+            served.figures = Figures(num_preemptions=total)
+            async with served.client.get("/metrics") as response:
+                lines = (await response.text()).splitlines()
+            assert f"kvferry_num_preemptions_total {total}.0" in lines
+
+
 async def test_metrics_show_peers_whose_death_could_not_be_proven() -> None:
     async with serve(ScriptedEngine()) as served:
         served.figures = Figures(num_blind_links=2)
@@ -120,7 +129,13 @@ async def test_the_prefix_cache_is_reset_only_where_that_is_enabled() -> None:
     path = "/reset_prefix_cache"
     async with serve(ScriptedEngine(), http=HttpConfig(has_dev_endpoints=True)) as served:
         async with served.client.post(path) as response:
-            assert (response.status, await response.read()) == (200, b"")
+            assert response.status == 200
+            assert await response.json() == {
+                "num_cached_blocks": 5,
+                "num_retained_blocks": 3,
+                "num_conversations": 2,
+                "num_blocks_in_use": 1,
+            }
         assert served.engine.num_cache_resets == 1
     async with serve(ScriptedEngine()) as served:
         status, body = await served.post(path, None)

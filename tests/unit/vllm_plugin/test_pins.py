@@ -152,3 +152,24 @@ def test_partial_blocks_are_forgotten_with_all_others() -> None:
     assert pins.acquire_partials(a, 8) == []
     assert sorted(pins.take_returned()) == [4, 5, 6, 7]
     assert pins.num_pinned == 0
+
+
+def test_free_blocks_are_those_told_and_those_let_go_since() -> None:
+    """An idle engine makes no step in which its pool could take them back, and tell."""
+    pins = PinnedBlocks(8)
+    assert pins.num_free == 8
+    pins.pin(blocks(1, 2, 3))
+    pins.pin(blocks(3))
+    pins.note_pool(num_free=5, num_given_back=0)
+    pins.drop(blocks(1, 3))
+    assert pins.num_free == 6
+    pins.drop(blocks(3))
+    assert pins.num_free == 7, "two pins, one block"
+    pins.take_returned()
+    assert pins.num_free == 7, "they are on their way"
+    pins.note_pool(num_free=6, num_given_back=1)
+    assert pins.num_free == 7
+    pins.note_pool(num_free=7, num_given_back=3)
+    assert pins.num_free == 7
+    pins.drop(blocks(2))
+    assert pins.num_free == 8

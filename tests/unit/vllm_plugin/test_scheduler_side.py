@@ -107,6 +107,8 @@ def test_returned_pins_are_given_back_to_the_pool_tails_first() -> None:
     rig.half.note_step_done(StepReport(1, blocks(0, 1, 2)))
     assert rig.pool.freed == [2, 1, 0]
     assert rig.pool.held() == {0: 1, 1: 1, 2: 1}
+    orders = rig.half.plan_step(StepFacts({}))
+    assert (orders.num_free_blocks, orders.num_given_back) == (rig.pool.get_num_free_blocks(), 3)
 
 
 def test_an_abort_while_blocks_are_filled_ends_the_receive_and_retains_nothing() -> None:
