@@ -242,7 +242,8 @@ def _environment(core: int, num_ranks: int) -> dict[str, str]:
     cores = [str((core + rank) % num_cores) for rank in range(num_ranks)]
     return {
         **os.environ,
-        "PYTHONPATH": str(CALM_FOLDER),
+        # This tree's kvferry, whichever is installed there.
+        "PYTHONPATH": os.pathsep.join((str(CALM_FOLDER), str(ROOT / "src"))),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "HF_HUB_OFFLINE": "1",

@@ -38,6 +38,7 @@ from kvferry.vllm_plugin.orders import (
     Forget,
     LetGo,
     MakeRoom,
+    NotePool,
     Offer,
     Order,
     RestartSend,
@@ -159,6 +160,8 @@ class Desk:
                 self._pins.retain(order.hashes, order.blocks, order.num_partial_tokens)
             case LetGo():
                 self._pins.let_go(order.hashes)
+            case NotePool():
+                self._pins.note_pool(order.pool)
             case MakeRoom():
                 self._exchange.give_up_oldest(order.num_blocks)
             case Forget():

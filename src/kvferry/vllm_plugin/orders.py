@@ -136,6 +136,21 @@ class MakeRoom(_Order, frozen=True, tag="make_room"):
     num_blocks: int
 
 
+class PoolFigures(msgspec.Struct, frozen=True):
+    """vLLM's pool at one moment; of two the one with the higher ``number`` is the later."""
+
+    number: int = 0
+    num_free_blocks: int = 0
+    num_given_back: int = 0
+    """Pins that it had got back by then, since the start."""
+
+
+class NotePool(_Order, frozen=True, tag="note_pool"):
+    """Blocks become free, and no step may follow that would tell."""
+
+    pool: PoolFigures
+
+
 class Forget(_Order, frozen=True, tag="forget"):
     """What the pool holds is void: find, hold and send nothing of it any more. Answered."""
 
@@ -155,6 +170,7 @@ Order = (
     | Retain
     | LetGo
     | MakeRoom
+    | NotePool
     | Forget
 )
 ANSWERED = (Offer, CompleteSend, Forget)
@@ -212,9 +228,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     step: int
     loads: tuple[Load, ...] = ()
     has_forward: bool = False
-    num_free_blocks: int = 0
-    num_given_back: int = 0
-    """Pins that the pool had got back by then, since the start."""
+    pool: PoolFigures = PoolFigures()
     is_waiting: bool = False
     """A request waits for its peer's prefill before it takes blocks."""
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from kvferry.blocks.partials import PartialBlocks, PartialContent
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
+from kvferry.vllm_plugin.orders import PoolFigures
 
 
 class PinnedBlocks:
@@ -22,7 +23,7 @@ class PinnedBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._num_free_told = num_blocks
+        self._pool = PoolFigures(num_free_blocks=num_blocks)
         self._num_returned = 0
         """Pins that went back, since the start."""
         self._untold: deque[int] = deque()
@@ -41,13 +42,15 @@ class PinnedBlocks:
         """Blocks of vLLM's pool that nobody has: as it last told, and those let go since, which an
         idle engine has not taken back yet. For what this instance says of itself."""
         with self._lock:
-            return min(self.num_blocks, self._num_free_told + len(self._untold))
+            return min(self.num_blocks, self._pool.num_free_blocks + len(self._untold))
 
-    def note_pool(self, num_free: int, num_given_back: int) -> None:
-        """vLLM's pool has so many free blocks, with so many pins given back since the start."""
+    def note_pool(self, pool: PoolFigures) -> None:
+        """vLLM's pool tells of itself; by two ways, so earlier figures may come later."""
         with self._lock:
-            self._num_free_told = num_free
-            while self._untold and self._untold[0] <= num_given_back:
+            if pool.number < self._pool.number:
+                return
+            self._pool = pool
+            while self._untold and self._untold[0] <= pool.num_given_back:
                 self._untold.popleft()
 
     @property

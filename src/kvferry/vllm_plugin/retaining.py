@@ -21,6 +21,7 @@ from kvferry.vllm_plugin.orders import (
     LetGo,
     MakeRoom,
     Order,
+    PoolFigures,
     Retain,
     WorkerHello,
 )
@@ -53,8 +54,8 @@ class PoolReferences:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._num_taken = 0
-        self.num_given_back = 0
-        """References given back since the start."""
+        self._num_given_back = 0
+        self._num_told = 0
 
     @property
     def num_taken(self) -> int:
@@ -66,9 +67,11 @@ class PoolReferences:
         """Blocks of the pool that nobody has."""
         return self._pool.get_num_free_blocks()
 
-    def figures(self) -> tuple[int, int]:
-        """Return how many blocks nobody has, and how many references were given back until then."""
-        return self.num_free, self.num_given_back
+    def figures(self, leaving: Sequence[int] = ()) -> PoolFigures:
+        """Return the pool's figures once a request has let go of its blocks ``leaving``."""
+        self._num_told += 1
+        num_freed = sum(self._pool.blocks[block].ref_cnt == 1 for block in leaving)
+        return PoolFigures(self._num_told, self.num_free + num_freed, self._num_given_back)
 
     def take(self, blocks: Sequence[BlockNumber]) -> None:
         """Take one on each block."""
@@ -78,7 +81,7 @@ class PoolReferences:
     def give_back(self, blocks: Sequence[BlockNumber]) -> None:
         """Give one of each block back; tails of a sequence are reused before its head."""
         self._num_taken -= len(blocks)
-        self.num_given_back += len(blocks)
+        self._num_given_back += len(blocks)
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 

@@ -30,6 +30,7 @@ from kvferry.vllm_plugin.orders import (
     FillEnd,
     FillHistory,
     Load,
+    NotePool,
     Offer,
     PartialFill,
     RestartSend,
@@ -115,17 +116,9 @@ class SchedulerHalf:
         if transfer.peer is None:
             raise LocalProtocolError("role decode without a peer")
         tracked.wants_receive = tracked.has_begun = True
-        identity = tracked.identity
-        self._orders.send(
-            Begin(
-                tracked.request_id,
-                transfer.transfer_id,
-                transfer.peer,
-                identity.num_tokens,
-                identity.digest,
-                transfer.mode,
-            )
-        )
+        ids, prompt = (tracked.request_id, transfer.transfer_id), tracked.identity
+        digest, mode = prompt.digest, transfer.mode
+        self._orders.send(Begin(*ids, transfer.peer, prompt.num_tokens, digest, mode))
 
     def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond the local ones a peer is to fill. Safe to repeat.
@@ -196,7 +189,7 @@ class SchedulerHalf:
         has_forward = bool(facts.num_scheduled_tokens)
         is_waiting, self._is_waiting = self._is_waiting, False
         pool = self._references.figures()
-        return StepOrders(self._step, loads, has_forward, *pool, is_waiting)
+        return StepOrders(self._step, loads, has_forward, pool, is_waiting)
 
     def note_step_done(self, report: StepReport) -> None:
         """A step's output is there: its KV is complete, and so are the steps' before it."""
@@ -222,6 +215,14 @@ class SchedulerHalf:
 
         ``ended_well``: it was not aborted, and has not failed.
         """
+        params = self._end(request, block_ids, ended_well=ended_well)
+        # vLLM lets go of the blocks now, and an idle engine makes no step that would tell so.
+        self._orders.send(NotePool(self._references.figures(block_ids)))
+        return params
+
+    def _end(
+        self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
+    ) -> dict[str, Any] | None:
         self._needs.end(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         self._registered.pop(request.request_id, None)
@@ -331,15 +332,8 @@ class SchedulerHalf:
 
     def _begin_send(self, tracked: Tracked) -> None:
         tracked.is_sending = True
-        identity = tracked.identity
-        self._orders.send(
-            BeginSend(
-                tracked.request_id,
-                tracked.transfer.transfer_id,
-                identity.num_tokens,
-                identity.digest,
-            )
-        )
+        ids, prompt = (tracked.request_id, tracked.transfer.transfer_id), tracked.identity
+        self._orders.send(BeginSend(*ids, prompt.num_tokens, prompt.digest))
 
     def _advance(self, tracked: Tracked, num_tokens: int) -> None:
         num_full = min(num_tokens, tracked.num_prompt_tokens) // self._block_size

@@ -62,6 +62,11 @@ class PoolBlock(Protocol):
         """Its number."""
         ...
 
+    @property
+    def ref_cnt(self) -> int:
+        """References on it."""
+        ...
+
 
 class EnginePool(Protocol):
     """vLLM's block pool; only its scheduler's thread may touch it."""

@@ -141,7 +141,7 @@ class WorkerHalf:
         if orders are not obeyed any more: else what it has parked would wait for ever."""
         self._server.check()
         self._orders = orders
-        self._pins.note_pool(orders.num_free_blocks, orders.num_given_back)
+        self._pins.note_pool(orders.pool)
         self._parked.add(orders.loads)
 
     def take_ends(self, ended_requests: set[str]) -> StepEnds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress
-from kvferry.vllm_plugin.orders import Answer, Order, WorkerHello
+from kvferry.vllm_plugin.orders import Answer, NotePool, Order, PoolFigures, WorkerHello
 from kvferry.vllm_plugin.tracked import Adapter, PoolBlock, Sampling
 
 BLOCK = 4
@@ -21,6 +21,7 @@ HELLO = WorkerHello(
 @dataclass
 class FakeBlock:
     block_id: int
+    ref_cnt: int = 0
 
 
 @dataclass
@@ -33,7 +34,7 @@ class FakePool:
 
     @property
     def blocks(self) -> list[FakeBlock]:
-        return [FakeBlock(number) for number in range(self.num_blocks)]
+        return [FakeBlock(number, self.references[number]) for number in range(self.num_blocks)]
 
     def allocate(self, numbers: Iterable[int]) -> list[int]:
         taken = list(numbers)
@@ -84,10 +85,14 @@ class FakeOrders:
     """Notes orders, and answers as it was told."""
 
     sent: list[Order] = field(default_factory=list)
+    pools: list[PoolFigures] = field(default_factory=list)
     answer: Answer = field(default_factory=lambda: Answer(lease_s=30.0))
 
     def send(self, order: Order) -> None:
-        self.sent.append(order)
+        if isinstance(order, NotePool):
+            self.pools.append(order.pool)
+        else:
+            self.sent.append(order)
 
     def ask(self, order: Order) -> Answer:
         self.sent.append(order)

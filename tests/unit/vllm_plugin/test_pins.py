@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvferry.blocks.partials import PartialContent
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockHash
+from kvferry.vllm_plugin.orders import PoolFigures
 from kvferry.vllm_plugin.pins import PinnedBlocks
 from tests.unit.vllm_plugin.fake_engine import blocks
 
@@ -160,16 +161,18 @@ def test_free_blocks_are_those_told_and_those_let_go_since() -> None:
     assert pins.num_free == 8
     pins.pin(blocks(1, 2, 3))
     pins.pin(blocks(3))
-    pins.note_pool(num_free=5, num_given_back=0)
+    pins.note_pool(PoolFigures(1, num_free_blocks=5))
     pins.drop(blocks(1, 3))
     assert pins.num_free == 6
     pins.drop(blocks(3))
     assert pins.num_free == 7, "two pins, one block"
     pins.take_returned()
     assert pins.num_free == 7, "they are on their way"
-    pins.note_pool(num_free=6, num_given_back=1)
+    pins.note_pool(PoolFigures(3, num_free_blocks=6, num_given_back=1))
     assert pins.num_free == 7
-    pins.note_pool(num_free=7, num_given_back=3)
+    pins.note_pool(PoolFigures(2, num_free_blocks=0, num_given_back=0))
+    assert pins.num_free == 7, "told earlier, and late"
+    pins.note_pool(PoolFigures(4, num_free_blocks=7, num_given_back=3))
     assert pins.num_free == 7
     pins.drop(blocks(2))
     assert pins.num_free == 8

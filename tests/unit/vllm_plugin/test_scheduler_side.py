@@ -108,7 +108,20 @@ def test_returned_pins_are_given_back_to_the_pool_tails_first() -> None:
     assert rig.pool.freed == [2, 1, 0]
     assert rig.pool.held() == {0: 1, 1: 1, 2: 1}
     orders = rig.half.plan_step(StepFacts({}))
-    assert (orders.num_free_blocks, orders.num_given_back) == (rig.pool.get_num_free_blocks(), 3)
+    assert orders.pool.num_free_blocks == rig.pool.get_num_free_blocks()
+    assert orders.pool.num_given_back == 3
+
+
+def test_the_end_of_a_request_tells_what_its_blocks_leave_free() -> None:
+    rig = SchedulerRig()
+    request = add_decode(rig)
+    rig.allocate(request, 0, 3, external=10)
+    rig.half.note_step_done(StepReport(1, blocks(0, 1)))
+    rig.end(request, ended_well=False)
+    (told,) = rig.orders.pools
+    # vLLM has let go by now; one block is filled, and pinned, still.
+    assert told.num_free_blocks == rig.pool.get_num_free_blocks() == rig.pool.num_blocks - 1
+    assert told.number < rig.half.plan_step(StepFacts({})).pool.number
 
 
 def test_an_abort_while_blocks_are_filled_ends_the_receive_and_retains_nothing() -> None:
