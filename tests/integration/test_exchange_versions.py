@@ -49,9 +49,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def test_a_pull(world: World) -> None:
     prefill, decode, way = world
     _, sent = prefill.offer(TRANSFER)
-    decode.exchange.begin_receive(TRANSFER, way.address, PROMPT)
+    decode.port.begin_receive(TRANSFER, way.address, PROMPT)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     result = decode.wait_result()
     assert result.outcome is ReceiveOutcome.RECEIVED, result.detail
     assert decode.memory[blocks].tobytes() == sent
@@ -63,9 +63,9 @@ def test_a_push(world: World) -> None:
     source = Prefill(prefill)
     source.begin()
     source.compute()
-    decode.exchange.begin_receive(TRANSFER, way.address, PROMPT, mode=Mode.PUSH)
+    decode.port.begin_receive(TRANSFER, way.address, PROMPT, mode=Mode.PUSH)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     wait_until(lambda: num_registered(prefill) == 1)
     source.compute_all()
     assert_received(decode, blocks, source)
@@ -81,7 +81,7 @@ def test_a_read_back(world: World) -> None:
         holder.pool.publish(block, block_hash)
     holder.pool.drop(held)
     blocks = reader.pool.allocate(4)
-    reader.exchange.read_history(
+    reader.port.read_history(
         way.address, HistoryWish(tuple(hashes), tuple(blocks), tuple(tokens), 16, 1)
     )
     result = reader.wait_result()
@@ -99,14 +99,14 @@ def test_a_refusal_for_an_unknown_reason_is_one(world: World) -> None:
     way.changes["declined"] = set_reason
     prefill.offer(TRANSFER)
     other = PromptIdentity(PROMPT.num_tokens, b"q" * 32)
-    decode.exchange.begin_receive(TRANSFER, way.address, other)
+    decode.port.begin_receive(TRANSFER, way.address, other)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     result = decode.wait_result()
     assert result.outcome is ReceiveOutcome.DECLINED
     assert "differ" in result.detail, "the peer's own words"
     decode.pool.drop(blocks)
-    prefill.exchange.withdraw(TRANSFER)
+    prefill.port.withdraw(TRANSFER)
 
 
 def test_a_push_that_fails_for_an_unknown_reason_has_failed(world: World) -> None:
@@ -114,11 +114,11 @@ def test_a_push_that_fails_for_an_unknown_reason_has_failed(world: World) -> Non
     way.changes["failed"] = set_reason
     source = Prefill(prefill)
     source.begin()
-    decode.exchange.begin_receive(TRANSFER, way.address, PROMPT, mode=Mode.PUSH)
+    decode.port.begin_receive(TRANSFER, way.address, PROMPT, mode=Mode.PUSH)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     wait_until(lambda: num_registered(prefill) == 1)
-    prefill.exchange.withdraw(TRANSFER)
+    prefill.port.withdraw(TRANSFER)
     prefill.pool.drop(source.blocks)
     assert wait_result(decode).outcome is ReceiveOutcome.FAILED
     decode.pool.drop(blocks)
@@ -135,28 +135,28 @@ def test_a_newer_layout_is_judged_by_the_newer_side(world: World) -> None:
 
     way.changes["hello_reply"] = refuse
     prefill.offer(TRANSFER)
-    decode.exchange.begin_receive(TRANSFER, way.address, PROMPT)
+    decode.port.begin_receive(TRANSFER, way.address, PROMPT)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     result = decode.wait_result()
     assert result.outcome is ReceiveOutcome.INCOMPATIBLE
     assert "twist" in result.detail
     decode.pool.drop(blocks)
-    prefill.exchange.withdraw(TRANSFER)
+    prefill.port.withdraw(TRANSFER)
 
 
 def test_memory_of_an_unknown_kind_is_incompatible(world: World) -> None:
     prefill, decode, way = world
     way.changes["hello_reply"] = with_unknown_memory
     prefill.offer(TRANSFER)
-    decode.exchange.begin_receive(TRANSFER, way.address, PROMPT)
+    decode.port.begin_receive(TRANSFER, way.address, PROMPT)
     blocks = decode.pool.allocate(8)
-    decode.exchange.receive(TRANSFER, blocks, 0)
+    decode.port.receive(TRANSFER, blocks, 0)
     result = decode.wait_result()
     assert result.outcome is ReceiveOutcome.INCOMPATIBLE, result
     assert "MOON" in result.detail
     decode.pool.drop(blocks)
-    prefill.exchange.withdraw(TRANSFER)
+    prefill.port.withdraw(TRANSFER)
 
 
 QUESTIONS = {

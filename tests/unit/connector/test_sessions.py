@@ -12,7 +12,7 @@ from kvferry.connector.machine.events import AcquireAnswered, PeerLost, PeerQuie
 from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import PeerUnreachableError
-from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId
+from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import (
     Acquire,
     AcquireHistory,
@@ -216,6 +216,22 @@ def test_a_full_queue_counts_as_silence(setup: Setup) -> None:
     setup.session.submit(ACQUIRE)
     setup.clock.advance(2.0)
     assert [type(e) for e in setup.session.expire()] == [PeerLost]
+
+
+def test_each_that_finds_a_full_queue_is_told(setup: Setup) -> None:
+    setup.make_ready()
+    setup.session.submit(ACQUIRE)
+    setup.channel.is_full = True
+    others = [TransferId(f"other-{number}") for number in range(3)]
+    for transfer_id in others[:2]:
+        setup.session.submit(msgspec.structs.replace(ACQUIRE, transfer_id=transfer_id))
+    setup.channel.is_full = False
+    setup.channel.reply(2, grant(1, 2, 3))
+    assert len(setup.session.receive()) == 1
+    setup.channel.is_full = True
+    setup.session.submit(msgspec.structs.replace(ACQUIRE, transfer_id=others[2]))
+    setup.clock.advance(2.0)
+    assert {e.transfer_id for e in setup.session.expire()} == set(others)
 
 
 def test_a_holder_that_forgot_the_reader_is_told_apart(setup: Setup) -> None:

@@ -124,6 +124,8 @@ class Session:
     was_ready: bool = False
     _outbox: list[Asked] = field(default_factory=list)
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
+    """By sequence number; below 0: not sent; 0: its answer ends the session."""
+    _num_unsent: int = 0
 
     @property
     def is_incompatible(self) -> bool:
@@ -230,7 +232,8 @@ class Session:
         sequence = self.client.send(message)
         if sequence is None:
             # The queue is full: the peer has read nothing for long. Its deadline says so.
-            sequence = -1 - len(self._awaited)
+            self._num_unsent += 1
+            sequence = -self._num_unsent
         self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, asked)
         if isinstance(asked, Register):
             self.link.note_peer_writes()
@@ -243,7 +246,7 @@ class Session:
         if isinstance(reply, Declined) and reply.reason is DeclineReason.UNKNOWN_PEER:
             # The holder has forgotten this reader (it was idle for long): a new session can try.
             detail = f"the holder does not know this reader (any more): {reply.detail}"
-            self._awaited[-1] = awaited
+            self._awaited[0] = awaited
             return self.lose(ReceiveOutcome.DECLINED, detail)
         event = _answered(asked, awaited.sent_s, reply)
         if event is None:
