@@ -68,11 +68,13 @@ class RemoteProtocolError(ProtocolError):
 class IncompatiblePeerError(ProtocolError):
     """The peer serves another model, layout or protocol version.
 
-    ``field`` names the first differing field, ``ours`` and ``theirs`` its two values.
+    ``field`` names the first differing field, ``ours`` and ``theirs`` its two values; ``remedy``
+    says what makes them alike.
     """
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"{field} differs: ours is {ours!r}, the peer's is {theirs!r}")
+    def __init__(self, field: str, ours: object, theirs: object, remedy: str = "") -> None:
+        found = f"{field} differs: ours is {ours!r}, the peer's is {theirs!r}"
+        super().__init__(f"{found}: {remedy}" if remedy else found)
         self.field = field
         self.ours = ours
         self.theirs = theirs

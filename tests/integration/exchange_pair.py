@@ -24,6 +24,7 @@ from kvferry.connector.ports import (
     ReceiveResult,
 )
 from kvferry.observe.metrics import Metrics
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
@@ -104,9 +105,12 @@ class Side:
 
 
 def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side:
-    """Build and start one side. ``layout`` in ``changes`` replaces the layout."""
+    """Build and start one side. ``layout`` in ``changes`` replaces the layout, ``compatibility``
+    is told beside it."""
     layout = changes.pop("layout", LAYOUT)
+    compatibility = changes.pop("compatibility", None)
     assert isinstance(layout, KVLayout)
+    assert compatibility is None or isinstance(compatibility, Compatibility)
     transport = create_transport(transport_name)
     view = transport.allocate(BLOCK_BYTES * NUM_BLOCKS)
     memory = np.frombuffer(view, dtype=np.uint8)
@@ -115,9 +119,8 @@ def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side
     pool, metrics, event = BlockPool(NUM_BLOCKS), Metrics(), threading.Event()
     config = ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(hash(name) % 1000 + 1))
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-    exchange = create_exchange(
-        config, ExchangeMemory(pool, layout, transport, regions), SystemClock(), metrics.exchange
-    )
+    exchange_memory = ExchangeMemory(pool, layout, transport, regions, compatibility)
+    exchange = create_exchange(config, exchange_memory, SystemClock(), metrics.exchange)
     blocks = memory.reshape(NUM_BLOCKS, BLOCK_BYTES)
     side = Side(exchange, pool, blocks, transport, metrics, event, event.set)
     exchange.start(lambda: side.on_results())

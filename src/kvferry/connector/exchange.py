@@ -14,6 +14,7 @@ from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import BlockPort, ConnectorPort
 from kvferry.observe.metrics import ExchangeMetrics
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import Hello, InstanceInfo
 from kvferry.protocol.params import PeerAddress
@@ -26,13 +27,15 @@ CAPABILITIES = ("pull", "push", "history")
 class ExchangeMemory:
     """What is exchanged: the pool's blocks, their layout, how they move, and where they lie.
 
-    ``regions`` are needed only to verify blocks.
+    ``regions`` are needed only to verify blocks; ``compatibility`` is what peers compare beyond the
+    layout.
     """
 
     blocks: BlockPort
     layout: KVLayout
     transport: Transport
     regions: Sequence[MemoryRegion] = ()
+    compatibility: Compatibility | None = None
 
 
 class Exchange:
@@ -53,7 +56,14 @@ class Exchange:
             transport=transport.name,
             digests_of=digester.digests if digester else None,
         )
-        hello = Hello(config.instance_id, config.epoch, memory.layout, transport.name, b"")
+        hello = Hello(
+            config.instance_id,
+            config.epoch,
+            memory.layout,
+            transport.name,
+            b"",
+            memory.compatibility,
+        )
         self._parts = MoverParts(
             config, hello, transport, self._planner, clock, metrics, self._describe
         )
@@ -92,6 +102,8 @@ class Exchange:
             num_blocks=self._memory.blocks.num_blocks,
             num_free_blocks=self._memory.blocks.num_free,
             software_version=__version__,
+            compatibility=self._memory.compatibility,
+            receives=self._planner.ends_of_receives(),
         )
 
 

@@ -259,6 +259,13 @@ class Planner:
                 outcomes=dict(self._context.outcomes),
             )
 
+    def ends_of_receives(self) -> dict[str, int]:
+        """Return how many receives have ended, by outcome."""
+        with self._lock:
+            outcomes = self._context.outcomes
+            prefix = "receive_"
+            return {k.removeprefix(prefix): n for k, n in outcomes.items() if k.startswith(prefix)}
+
     # -- the mover's events -------------------------------------------------------------------
     def handle(self, event: Event) -> None:
         """Take in what the mover reports. What is of a transfer that is closed changes nothing."""

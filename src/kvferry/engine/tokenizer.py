@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from kvferry.errors import ConfigError, RequestError
+from kvferry.protocol.compatibility import content_digest
 
 REPLACEMENT = "\ufffd"
 """What a decoder shows for bytes that are no (or not yet a) character."""
@@ -86,6 +89,16 @@ class Tokenizer(Protocol):
         """Tokens that end generation, from the model's generation config and the tokenizer."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """Equal where texts become the same tokens."""
+        ...
+
+    @property
+    def chat_template_digest(self) -> str:
+        """Equal where conversations become the same text; empty without a template."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of ``text``. Does not hold the interpreter's lock on long texts."""
         ...
@@ -147,6 +160,15 @@ def _eos_token_ids(model_dir: Path, tokenizer_eos: int | None) -> tuple[int, ...
     return tuple(dict.fromkeys(ids))
 
 
+def _template_digest(tokenizer: Any) -> str:  # noqa: ANN401 - as below
+    """Return a digest of the chat template and the special tokens that it may name."""
+    if not tokenizer.chat_template:
+        return ""
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    encode = msgspec.json.Encoder(order="sorted").encode
+    return content_digest(encode(tokenizer.chat_template), encode(names))
+
+
 class FastTokenizer:
     """A ``Tokenizer`` over a Hugging Face fast tokenizer."""
 
@@ -158,6 +180,8 @@ class FastTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._eos_token_ids = eos_token_ids
+        self._digest = content_digest(self._backend.to_str().encode())
+        self._template_digest = _template_digest(tokenizer)
         self._vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
         self._special_ids = frozenset(int(token) for token in tokenizer.all_special_ids) | {
             token
@@ -174,6 +198,16 @@ class FastTokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         """See ``Tokenizer``."""
         return self._eos_token_ids
+
+    @property
+    def digest(self) -> str:
+        """See ``Tokenizer``."""
+        return self._digest
+
+    @property
+    def chat_template_digest(self) -> str:
+        """See ``Tokenizer``."""
+        return self._template_digest
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See ``Tokenizer``."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import IncompatiblePeerError
+from kvferry.protocol.compatibility import remedy_for
 
 
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,10 +72,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         """Raise ``IncompatiblePeerError`` naming the first field in which ``theirs`` differs."""
         their_fields = theirs.compared_fields()
         for name, ours in self.compared_fields().items():
-            if ours != their_fields[name]:
+            other, remedy = their_fields[name], remedy_for(name)
+            if ours != other:
                 shown = (self.model_name, theirs.model_name)
                 if name in ("weights_digest", "config_digest") and shown[0] != shown[1]:
-                    raise IncompatiblePeerError(
-                        name, f"{ours} ({shown[0]})", f"{their_fields[name]} ({shown[1]})"
-                    )
-                raise IncompatiblePeerError(name, ours, their_fields[name])
+                    ours, other = f"{ours} ({shown[0]})", f"{other} ({shown[1]})"
+                raise IncompatiblePeerError(name, ours, other, remedy)

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
@@ -35,6 +36,7 @@ MAX_NAME_CHARS = 256
 MAX_DETAIL_CHARS = 1024
 MAX_FIELD_CHARS = 128
 MAX_DURATION_S = 86_400
+MAX_RECEIVE_OUTCOMES = 64
 
 _TransferId = Annotated[
     TransferId,
@@ -110,13 +112,14 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Handshake. The layout is compared before ``transport_metadata`` is decoded."""
+    """Handshake. What must be alike is compared before ``transport_metadata`` is decoded."""
 
     instance_id: _InstanceId
     epoch: _Epoch
     layout: KVLayout
     transport: _Name
     transport_metadata: _Metadata
+    compatibility: Compatibility | None = None
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):
@@ -127,6 +130,7 @@ class HelloReply(_Message, frozen=True, tag="hello_reply"):
     layout: KVLayout
     transport: _Name
     transport_metadata: _Metadata
+    compatibility: Compatibility | None = None
 
 
 class Acquire(_Message, frozen=True, tag="acquire"):
@@ -315,7 +319,7 @@ class Declined(_Message, frozen=True, tag="declined"):
     reason: DeclineReason
     detail: Annotated[str, Meta(max_length=MAX_DETAIL_CHARS)] = ""
     field: Annotated[str, Meta(max_length=MAX_FIELD_CHARS)] = ""
-    """For ``incompatible``: the differing layout field."""
+    """For ``incompatible``: the differing field, of the layout or beyond."""
 
 
 class InstanceQuery(_Message, frozen=True, tag="instance"):
@@ -336,6 +340,9 @@ class InstanceInfo(_Message, frozen=True, tag="instance_info"):
     num_free_blocks: _Count
     software_version: _Name = ""
     """kvferry's release; empty: one that did not tell it yet."""
+    compatibility: Compatibility | None = None
+    receives: Annotated[dict[_Name, _Count], Meta(max_length=MAX_RECEIVE_OUTCOMES)] = {}
+    """How many receives have ended here since the start, by outcome; for people and metrics."""
 
 
 def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Declined:

@@ -21,6 +21,7 @@ from kvferry.engine.bundled_model import resolve_model
 from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.server.config import InstanceConfig
 from kvferry.server.retained import RetainedFigures
 from kvferry.transport.base import MemoryKind, MemoryRegion, Transport
@@ -139,7 +140,12 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         layout = model.layout(config.engine.block_size_tokens)
         retention = RetentionTable(pool, clock, config.engine.retention_limits())
         blocks = RenewingBlocks(pool, retention)
-        exchange_memory = ExchangeMemory(blocks, layout, transport, [memory.region])
+        compatibility = Compatibility(
+            tokenizer_digest=tokenizer.digest,
+            chat_template_digest=tokenizer.chat_template_digest,
+            max_model_len=model.max_model_len,
+        )
+        exchange_memory = ExchangeMemory(blocks, layout, transport, [memory.region], compatibility)
         exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
         engine = Engine(

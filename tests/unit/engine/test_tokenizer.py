@@ -189,3 +189,27 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_and_its_template_are_known_by_content(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("ours", "same", "template", "vocabulary", "none")]
+    for folder in folders:
+        folder.mkdir()
+        template = {"template": "[{{ x }}]", "none": None}.get(folder.name, "{{ x }}")
+        save_model(folder, chat_template=template)
+    backend = byte_level()
+    backend.add_tokens(["more"])
+    backend.save(str(folders[3] / "tokenizer.json"))
+    ours, same, template, vocabulary, none = map(load_tokenizer, folders)
+    assert ours.digest == same.digest == template.digest == none.digest != vocabulary.digest
+    assert ours.chat_template_digest == same.chat_template_digest == vocabulary.chat_template_digest
+    assert len({ours.chat_template_digest, template.chat_template_digest, ""}) == 3
+    assert none.chat_template_digest == ""
+
+
+def test_the_special_tokens_that_a_template_may_name_count(tmp_path: Path) -> None:
+    ours = load_tokenizer(save_model(tmp_path, chat_template="{{ eos_token }}"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|b|>"}))
+    other = load_tokenizer(tmp_path)
+    assert other.chat_template_digest != ours.chat_template_digest

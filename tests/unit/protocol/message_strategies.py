@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.first_token import FirstToken, TokenLogprob
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, LeaseId, TransferId
 from kvferry.protocol.layout import KVLayout
@@ -88,6 +89,16 @@ prefill_reports = st.builds(
 )
 
 
+compatibilities = st.none() | st.builds(
+    Compatibility,
+    attention_backend=names,
+    kv_cache_dtype=st.just("") | names,
+    rope_max_model_len=counts,
+    tokenizer_digest=st.just("") | names,
+    max_model_len=counts,
+)
+
+
 def _greeting(kind: type[Hello] | type[HelloReply]) -> st.SearchStrategy[Hello | HelloReply]:
     return st.builds(
         kind,
@@ -96,6 +107,7 @@ def _greeting(kind: type[Hello] | type[HelloReply]) -> st.SearchStrategy[Hello |
         layout=layouts,
         transport=names,
         transport_metadata=st.binary(max_size=100),
+        compatibility=compatibilities,
     )
 
 
@@ -206,5 +218,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         num_blocks=counts,
         num_free_blocks=counts,
         software_version=names,
+        compatibility=compatibilities,
+        receives=st.dictionaries(names, counts, max_size=3),
     ),
 )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol import codec, ids, messages, params
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.hashing import block_hashes, chain_root, prompt_digest
 from kvferry.protocol.ids import BlockHash, TransferId
 from kvferry.protocol.layout import KVLayout
@@ -109,6 +110,12 @@ def test_the_layouts_fields_are_described() -> None:
     for field in msgspec.structs.fields(KVLayout):
         expected[field.name] = "" if field.required else json.dumps(field.default)
     assert described == expected
+
+
+def test_the_fields_of_compatibility_are_described() -> None:
+    rows = table(section("Compatibility"), "compatibility field")
+    assert [row[0] for row in rows] == list(Compatibility.__struct_fields__)
+    assert [row[0] for row in rows if row[-1] == "no"] == ["max_model_len"]
 
 
 def test_the_parameters_are_described() -> None:

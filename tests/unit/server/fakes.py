@@ -43,6 +43,8 @@ PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:5555")
 class ByteTokenizer:
     """One token per byte, and an end token."""
 
+    digest = "bytes"
+    chat_template_digest = "template"
     vocab_size = VOCAB_SIZE
     eos_token_ids = (EOS,)
 

@@ -130,7 +130,12 @@ class InboundPeers:
         self._links[reader] = link
         own = self._parts.hello
         return HelloReply(
-            own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata
+            own.instance_id,
+            own.epoch,
+            own.layout,
+            own.transport,
+            link.local_metadata,
+            own.compatibility,
         )
 
     def _note_route(self, identity: bytes, message: Register | Renew | Release) -> None:

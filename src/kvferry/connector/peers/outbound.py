@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import zmq
 
 from kvferry.connector.machine.effects import Send
@@ -19,7 +20,7 @@ from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Hello, Release
+from kvferry.protocol.messages import Release
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import Link
 
@@ -273,7 +274,7 @@ class OutboundPeers:
         except FerryError:
             client.close()
             raise
-        hello = Hello(own.instance_id, own.epoch, own.layout, own.transport, link.local_metadata)
+        hello = msgspec.structs.replace(own, transport_metadata=link.local_metadata)
         session = Session(peer, client, link, hello, parts.clock, parts.config.control_timeout_s)
         looks_first = was_lost or bool(self._others(peer))
         self._sessions[peer] = session

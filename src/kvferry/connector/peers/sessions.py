@@ -27,6 +27,7 @@ from kvferry.connector.machine.events import (
 )
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import FerryError, IncompatiblePeerError
+from kvferry.protocol.compatibility import remedy_for, require_compatible
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import (
     NOTICE_SEQUENCE,
@@ -322,7 +323,9 @@ def _answered(asked: Asked, sent_s: float, reply: Message) -> Event | None:
 
 
 def require_same_memory(ours: Hello, theirs: Hello | HelloReply) -> None:
-    """Raise ``IncompatiblePeerError`` naming the first difference of layout or transport."""
+    """Raise ``IncompatiblePeerError`` naming the first difference that a peer must not have."""
     ours.layout.require_equal(theirs.layout)
     if ours.transport != theirs.transport:
-        raise IncompatiblePeerError("transport", ours.transport, theirs.transport)
+        remedy = remedy_for("transport")
+        raise IncompatiblePeerError("transport", ours.transport, theirs.transport, remedy)
+    require_compatible(ours.compatibility, theirs.compatibility)

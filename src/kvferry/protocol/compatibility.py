@@ -1,0 +1,114 @@
+"""What peers compare at the handshake beyond the layout, and what makes instances alike.
+
+A field that one side does not tell is not compared: so an instance of an earlier release, which
+tells none of them, is accepted as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import IncompatiblePeerError
+
+_Text = Annotated[str, Meta(max_length=256)]
+_SHOWN_DIGEST_CHARS = 12
+_DIGEST_SUFFIX = "_digest"
+
+
+class Compatibility(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an instance's KV came to lie in its memory, and how it makes prompts of requests.
+
+    Empty and 0 mean: not known. Fields unknown here are ignored, so a later version may add one.
+    """
+
+    attention_backend: _Text = ""
+    instruction_set: _Text = ""
+    """Where the backend packs keys by it, so that the same shapes hold other bytes."""
+    kv_cache_layout: _Text = ""
+    """The engine's name for the order of dimensions in memory."""
+    kv_cache_dtype: _Text = ""
+    """Finer than the layout's: all 8-bit kinds are the same bytes to a tensor library."""
+    rope_max_model_len: Annotated[int, Meta(ge=0, le=2**40)] = 0
+    """The longest sequence, where positions are rotated otherwise by it; else 0."""
+    kv_tensors_digest: _Text = ""
+    """Over names, shapes, strides and kinds of all KV tensors, their number of blocks left out."""
+    tokenizer_digest: _Text = ""
+    chat_template_digest: _Text = ""
+    max_model_len: Annotated[int, Meta(ge=0, le=2**40)] = 0
+    """Shown, not compared: KV of the same tokens is the same."""
+
+    def difference_from(self, theirs: Compatibility | None) -> IncompatiblePeerError | None:
+        """Return the first difference from a peer's, None if it is not known to differ."""
+        if theirs is None:
+            return None
+        for name in self.__struct_fields__:
+            ours, other = getattr(self, name), getattr(theirs, name)
+            if name != "max_model_len" and ours and other and ours != other:
+                return IncompatiblePeerError(
+                    name, shown(name, ours), shown(name, other), remedy_for(name)
+                )
+        return None
+
+
+def require_compatible(ours: Compatibility | None, theirs: Compatibility | None) -> None:
+    """Raise ``IncompatiblePeerError`` naming the first difference that is known."""
+    difference = None if ours is None else ours.difference_from(theirs)
+    if difference is not None:
+        raise difference
+
+
+def shown(name: str, value: object) -> object:
+    """Return a field's value for people: of a digest the beginning."""
+    if name.endswith(_DIGEST_SUFFIX):
+        return f"{str(value)[:_SHOWN_DIGEST_CHARS]}…"
+    return value
+
+
+def content_digest(*parts: bytes) -> str:
+    """Return a digest of ``parts``, as fields here carry it."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "weights_digest": "serve the same weights on all instances",
+        "config_digest": "serve the same model configuration on all instances (rope overrides by "
+        "--hf-overrides, --quantization)",
+        "kv_dtype": "start all instances with the same --dtype (and --kv-cache-dtype)",
+        "kv_scales_digest": "use the same KV scales on all instances",
+        "block_size_tokens": "start all instances with the same --block-size",
+        "attention_backend": "use the same --attention-backend on all instances, and the same kind "
+        "of processor where it shapes memory",
+        "tensor_parallel_size": "start all instances with the same --tensor-parallel-size",
+        "tensor_parallel_rank": "name the control port of rank 0, the first of an instance's ports",
+        "transport": "start all instances with the same --transport",
+        "instruction_set": "run all instances on processors of one kind: the attention backend "
+        "orders memory by what they can",
+        "kv_cache_layout": "set the same VLLM_KV_CACHE_LAYOUT for all instances",
+        "kv_cache_dtype": "start all instances with the same --kv-cache-dtype",
+        "rope_max_model_len": "start all instances with the same --max-model-len: this model "
+        "rotates positions by it",
+        "kv_tensors_digest": "run the same vLLM with the same options on all instances "
+        "(--attention-backend, --kv-cache-dtype, VLLM_KV_CACHE_LAYOUT)",
+        "tokenizer_digest": "give all instances the same --tokenizer, or model folders with the "
+        "same tokenizer files",
+        "chat_template_digest": "give all instances the same --chat-template, or model folders "
+        "with the same one",
+    }
+)
+"""What makes instances alike, by the field of layout or compatibility that differs."""
+
+
+def remedy_for(name: str) -> str:
+    """Return what makes a field alike, empty where it follows from another."""
+    return REMEDIES.get(name, "")
