@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -140,6 +141,12 @@ class Client:
             answer: Json = await response.json()
             assert response.status == 200, answer
             return answer
+
+    async def load_adapter(self, url: str, name: str, path: Path, *, in_place: bool) -> None:
+        """Have the server load an adapter, in the place of the one of that name where asked."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": in_place}
+        async with self._session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
+            assert response.status == 200, await response.text()
 
     async def reset(self, url: str, **options: str) -> bool:
         """Have the server forget its prefix cache; False: something is in use."""

@@ -242,8 +242,9 @@ def _environment(core: int, num_ranks: int) -> dict[str, str]:
     cores = [str((core + rank) % num_cores) for rank in range(num_ranks)]
     return {
         **os.environ,
-        # This tree's kvferry, whichever is installed there.
+        # The sources that are tested, whatever the environment has installed.
         "PYTHONPATH": os.pathsep.join((str(CALM_FOLDER), str(ROOT / "src"))),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "HF_HUB_OFFLINE": "1",

@@ -29,8 +29,16 @@ from vllm.v1.request import RequestStatus
 from kvferry.clock import SystemClock
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import ROOT_LOGGER_NAME, configure_logging
+from kvferry.vllm_plugin.adapters import AdapterContents
 from kvferry.vllm_plugin.compat import check_engine, check_version
-from kvferry.vllm_plugin.engine_facts import read_facts, read_layout, read_rank, read_regions
+from kvferry.vllm_plugin.engine_facts import (
+    lora_kind,
+    read_compatibility,
+    read_facts,
+    read_layout,
+    read_rank,
+    read_regions,
+)
 from kvferry.vllm_plugin.figures import ChangedFigures, ReceiveFigures
 from kvferry.vllm_plugin.order_link import OrderClient
 from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
@@ -109,13 +117,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = facts.block_size_tokens
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
+        self._adapters = AdapterContents(lora_kind(vllm_config))
         self._rank = 0
         self._clients: list[OrderClient] = []
         self._rank_reports: RankReports | None = None
         self._receives = ReceiveFigures()
         self._changed_receives = ChangedFigures()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_half = SchedulerHalf(self._settings, self._block_size, SystemClock())
+            self._scheduler_half = SchedulerHalf(
+                self._settings, self._block_size, SystemClock(), self._adapters
+            )
 
     # -- worker's process ---------------------------------------------------------------------
 
@@ -124,9 +135,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         rank = read_rank(self._vllm_config)
         regions = read_regions(kv_caches, self._kv_cache_config)
         layout = read_layout(self._vllm_config, self._kv_cache_config, kv_caches, regions, rank)
+        compatibility = read_compatibility(self._vllm_config, self._kv_cache_config, kv_caches)
         config = self._settings.exchange_config(self._engine_id, rank)
         self._rank = rank.rank
-        self._worker_half = WorkerHalf(config, self._settings, layout, regions)
+        self._worker_half = WorkerHalf(config, self._settings, layout, compatibility, regions)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half where its orders go."""
@@ -223,7 +235,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         def forget_and_reset() -> bool:
             self._scheduler.forget_content()
-            return bool(reset())
+            is_reset = bool(reset())
+            if is_reset:
+                self._adapters.note_cache_reset()
+            return is_reset
 
         kv_cache_manager.reset_prefix_cache = forget_and_reset
 

@@ -8,12 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvferry.errors import ConfigError
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryKind, MemoryRegion
 from kvferry.vllm_plugin.compat import EngineFacts
 from kvferry.vllm_plugin.layout import TensorShape, config_digest, regions_of, weights_digest
+from kvferry.vllm_plugin.likeness import (
+    LayerKind,
+    cache_compatibility,
+    cache_dtype_name,
+    chat_template_digest,
+    rope_max_model_len,
+    tokenizer_digest,
+)
 from kvferry.vllm_plugin.settings import WorkerRank
 
 if TYPE_CHECKING:
@@ -55,6 +66,11 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
     )
 
 
+def lora_kind(config: VllmConfig) -> str:
+    """Return as what an adapter's weights are computed with; empty without LoRA."""
+    return str(config.lora_config.lora_dtype) if config.lora_config is not None else ""
+
+
 def read_rank(config: VllmConfig) -> WorkerRank:
     """Return which worker this process is. All of an engine's have to ask at the same time: they
     agree on the epoch that they share."""
@@ -69,20 +85,25 @@ def read_rank(config: VllmConfig) -> WorkerRank:
     return WorkerRank(group.rank_in_group, group.world_size, Epoch(int(epoch.item())))
 
 
-def read_regions(tensors: Mapping[str, torch.Tensor], cache: KVCacheConfig) -> list[MemoryRegion]:
-    """Return the regions of the real KV tensors. Raises ``ConfigError``."""
+def read_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShape]:
+    """Return how each layer's KV lies in memory. Raises ``ConfigError``."""
     for name, tensor in tensors.items():
         if not hasattr(tensor, "data_ptr"):
             raise ConfigError(f"layer {name} has no single KV tensor")
-    first = next(iter(tensors.values()), None)
-    device = first.device if first is not None else None
-    on_host = device is None or device.type == "cpu"
-    shapes = {
+    return {
         name: TensorShape(
             tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
         )
         for name, tensor in tensors.items()
     }
+
+
+def read_regions(tensors: Mapping[str, torch.Tensor], cache: KVCacheConfig) -> list[MemoryRegion]:
+    """Return the regions of the real KV tensors. Raises ``ConfigError``."""
+    shapes = read_shapes(tensors)
+    first = next(iter(tensors.values()), None)
+    device = first.device if first is not None else None
+    on_host = device is None or device.type == "cpu"
     return regions_of(
         shapes,
         cache.num_blocks,
@@ -101,16 +122,12 @@ def read_layout(
     """Return what peers compare before they move blocks."""
     model, spec = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
     first = next(iter(tensors.values()))
-    more = (
-        str(model.quantization),
-        str(model.max_model_len),
-        str(getattr(model, "hf_overrides", None)),
-    )
+    more = (str(model.quantization), str(getattr(model, "hf_overrides", None)))
     return KVLayout(
         model_name=str(model.model),
         weights_digest=weights_digest(str(model.model), model.revision),
         config_digest=config_digest(model.hf_text_config.to_dict(), more),
-        kv_dtype=str(first.dtype).removeprefix("torch."),
+        kv_dtype=_dtype_name(first),
         num_layers=len(cache.kv_cache_groups[0].layer_names),
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_size=getattr(spec, "head_size", 0),
@@ -122,3 +139,46 @@ def read_layout(
         tensor_parallel_size=rank.num_ranks,
         tensor_parallel_rank=rank.rank,
     )
+
+
+def read_compatibility(
+    config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+) -> Compatibility:
+    """Return what peers compare beyond the layout.
+
+    Of the chat template only the one beside the tokenizer is known here: ``--chat-template`` is an
+    option of vLLM's HTTP server, which is another process.
+    """
+    model = config.model_config
+    layers = config.compilation_config.static_forward_context
+    kinds = {
+        name: _layer_kind(layers.get(name), config, tensor) for name, tensor in tensors.items()
+    }
+    layout_name = getattr(cache, "kv_cache_layout", None) or getattr(
+        config.cache_config, "kv_cache_layout", None
+    )
+    tokenizer = str(model.tokenizer)
+    return msgspec.structs.replace(
+        cache_compatibility(read_shapes(tensors), kinds, cache.num_blocks, str(layout_name or "")),
+        rope_max_model_len=rope_max_model_len(
+            model.hf_text_config.to_dict(), int(model.max_model_len)
+        ),
+        tokenizer_digest=tokenizer_digest(tokenizer, model.tokenizer_revision),
+        chat_template_digest=chat_template_digest(tokenizer),
+        max_model_len=int(model.max_model_len),
+    )
+
+
+def _layer_kind(layer: object, config: VllmConfig, tensor: torch.Tensor) -> LayerKind:
+    backend = getattr(layer, "attn_backend", None)
+    configured = getattr(layer, "kv_cache_dtype", config.cache_config.cache_dtype)
+    return LayerKind(
+        backend=backend.get_name() if backend is not None else "",
+        # Set by vLLM's CPU backend when it makes its metadata builders, before memory is given.
+        instruction_set=str(getattr(layer, "isa", "") or ""),
+        cache_dtype=cache_dtype_name(str(configured), _dtype_name(tensor)),
+    )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

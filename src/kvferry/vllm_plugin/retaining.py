@@ -26,7 +26,7 @@ from kvferry.vllm_plugin.orders import (
     WorkerHello,
 )
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks, root_of
+from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks
 
 MAX_FORGET_TRIES = 50
 _FORGET_STEP_S = 0.005
@@ -97,7 +97,6 @@ class Retaining:
         orders: OrderSender,
         references: PoolReferences,
     ) -> None:
-        self._fingerprint = hello.fingerprint
         self._block_size = block_size_tokens
         self._orders = orders
         self._references = references
@@ -107,7 +106,11 @@ class Retaining:
         self._num_steps_to_wait = 0
 
     def retain(
-        self, request: EngineRequest, block_ids: Sequence[int], duration_s: float | None
+        self,
+        request: EngineRequest,
+        root: BlockHash,
+        block_ids: Sequence[int],
+        duration_s: float | None,
     ) -> None:
         """A request that has answered ends: keep its blocks, prompt and answer, the last one too
         if it is filled in part; but nothing of less than a block."""
@@ -120,7 +123,6 @@ class Retaining:
         num_full = min(num_computed // self._block_size, len(block_ids))
         if num_full <= 0:
             return
-        root = root_of(request, self._fingerprint)
         num_in_full = num_full * self._block_size
         hashes = block_hashes(root, tokens[:num_in_full], self._block_size)
         rest = tokens[num_in_full:num_computed] if num_full < len(block_ids) else ()

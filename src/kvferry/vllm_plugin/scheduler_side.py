@@ -6,7 +6,6 @@ Decides nothing about peers: the exchange, in the worker half's process, does.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import RequestId, TransferId
-from kvferry.protocol.params import KvTransferParams, Mode, Role, emit_params
+from kvferry.protocol.params import Mode, Role
+from kvferry.vllm_plugin.adapters import AdapterContents
 from kvferry.vllm_plugin.needs import BlockNeeds
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
@@ -45,6 +45,8 @@ from kvferry.vllm_plugin.tracked import (
     BlockIds,
     EnginePool,
     EngineRequest,
+    PushSteps,
+    Roots,
     StepFacts,
     Tracked,
     as_blocks,
@@ -59,8 +61,15 @@ _log = get_logger(__name__)
 class SchedulerHalf:
     """All requests of one engine. ``join`` comes before the first request."""
 
-    def __init__(self, settings: PluginSettings, block_size_tokens: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: PluginSettings,
+        block_size_tokens: int,
+        clock: Clock,
+        adapters: AdapterContents,
+    ) -> None:
         self._settings = settings
+        self._adapters = adapters
         self._block_size = block_size_tokens
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
@@ -70,14 +79,14 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._is_waiting = False
         self._step = 0
-        self._steps: deque[tuple[int, list[tuple[Tracked, int, int]]]] = deque()
-        """Pushes in steps whose output is not there: record, its restarts, tokens computed then."""
+        self._push_steps = PushSteps()
 
     def join(
         self, hello: WorkerHello, orders: OrderSender, pool: EnginePool, block_ids: BlockIds
     ) -> None:
         """Everything is there: the worker half, and vLLM's pool."""
         self._hello = hello
+        self._roots = Roots(hello.fingerprint, self._adapters)
         self._orders = orders
         self._block_ids = block_ids
         self._references = PoolReferences(pool)
@@ -102,19 +111,22 @@ class SchedulerHalf:
         if tokens is None or not is_supported:
             return
         self._needs.arrive(request)
-        transfer = transfer_of(request)
+        # Asked of plain ones, too: their KV is what vLLM's own cache gives to later ones.
+        root, transfer = self._roots.of(request), transfer_of(request)
         if transfer is None:
             return
-        tracked = track(request, transfer, self._hello.fingerprint)
+        tracked = track(request, transfer, root)
         self._tracked[request.request_id] = tracked
         if transfer.role is Role.PREFILL:
             end_after_first_token(request)
-            if transfer.history is not None:
+            if transfer.history is not None and tracked.is_exchanged:
                 tracked.wants_history = True
                 self._orders.send(Contact(transfer.history))
             return
         if transfer.peer is None:
             raise LocalProtocolError("role decode without a peer")
+        if not tracked.is_exchanged:
+            return
         tracked.wants_receive = tracked.has_begun = True
         ids, prompt = (tracked.request_id, transfer.transfer_id), tracked.identity
         digest, mode = prompt.digest, transfer.mode
@@ -175,14 +187,10 @@ class SchedulerHalf:
             if tracked is not None and tracked.is_sending:
                 tracked.restart_sending()
                 self._orders.send(RestartSend(tracked.request_id, tracked.transfer.transfer_id))
-        sending = []
         for request_id, count in facts.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_sending:
-                computed = tracked.request.num_computed_tokens + count
-                sending.append((tracked, tracked.num_restarts, computed))
-        if sending:
-            self._steps.append((self._step, sending))
+                self._push_steps.plan(self._step, tracked, count)
         num_running = len(facts.num_scheduled_tokens) + self._needs.num_running_blocks()
         self._retaining.keep_room(num_running, self._needs.num_waiting_blocks())
         loads, self._loads = tuple(self._loads), []
@@ -202,11 +210,9 @@ class SchedulerHalf:
                 admitted.is_peer_at_work = True
         for partial in report.partials:
             self._count_partial(partial)
-        while self._steps and self._steps[0][0] <= report.step:
-            for tracked, num_restarts, num_tokens in self._steps.popleft()[1]:
-                is_current = tracked.request_id in self._tracked
-                if is_current and tracked.is_sending and num_restarts == tracked.num_restarts:
-                    self._advance(tracked, num_tokens)
+        for tracked, num_tokens in self._push_steps.take_done(report.step):
+            if tracked.request_id in self._tracked:
+                self._advance(tracked, num_tokens)
 
     def finish(
         self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
@@ -226,15 +232,19 @@ class SchedulerHalf:
         self._needs.end(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         self._registered.pop(request.request_id, None)
+        # Asked again: while it ran, other weights may have come in the place of its adapter's.
+        root = self._roots.of(request)
         if tracked is None:
-            self._retaining.retain(request, block_ids, None)
+            if root is not None:
+                self._retaining.retain(request, root, block_ids, None)
             return None
         if tracked.has_begun:
             self._end_receive(tracked, needed=True)
+        is_sure = root == tracked.root
         if tracked.transfer.role is Role.PREFILL:
-            return self._hand_over(tracked, block_ids, ended_well=ended_well)
-        if not tracked.is_loading:
-            self._retaining.retain(request, block_ids, tracked.transfer.retention_s)
+            return self._hand_over(tracked, block_ids, ended_well=ended_well and is_sure)
+        if is_sure and not tracked.is_loading:
+            self._retaining.retain(request, tracked.root, block_ids, tracked.transfer.retention_s)
         return None
 
     def forget_content(self) -> None:
@@ -365,17 +375,8 @@ class SchedulerHalf:
         if answer.error:
             _log.warning("handoff of %s: %s", tracked.request_id, answer.error)
             return None
-        return emit_params(
-            KvTransferParams(
-                transfer_id=transfer.transfer_id,
-                role=Role.DECODE,
-                mode=transfer.mode,
-                peer=self._hello.address,
-                num_prompt_tokens=num_tokens,
-                lease_s=answer.lease_s,
-                prefill_report=tracked.sources.report(num_tokens, self._clock.monotonic_s()),
-            )
-        )
+        now_s = self._clock.monotonic_s()
+        return tracked.offered(self._hello.address, answer.lease_s, now_s)
 
     def _offer(self, tracked: Tracked, blocks: Blocks) -> Answer:
         transfer_id: TransferId = tracked.transfer.transfer_id

@@ -5,6 +5,8 @@ vLLM's classes are named by their shape only, so that the half that decides is t
 
 from __future__ import annotations
 
+import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,21 +14,21 @@ from typing import Protocol
 from kvferry.connector.ports import PromptIdentity
 from kvferry.errors import RequestError
 from kvferry.observe.log import get_logger
-from kvferry.protocol.hashing import chain_root, prompt_digest
+from kvferry.protocol.hashing import DIGEST_BYTES, chain_root, prompt_digest
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId
-from kvferry.protocol.params import KvTransferParams, Mode, PrefillReport, Role, parse_params
+from kvferry.protocol.params import (
+    KvTransferParams,
+    Mode,
+    PeerAddress,
+    PrefillReport,
+    Role,
+    emit_params,
+    parse_params,
+)
+from kvferry.vllm_plugin.adapters import Adapter, AdapterContents
 from kvferry.vllm_plugin.orders import FillEnd
 
 _log = get_logger(__name__)
-
-
-class Adapter(Protocol):
-    """A LoRA adapter as vLLM names it."""
-
-    @property
-    def lora_name(self) -> str:
-        """Its name."""
-        ...
 
 
 class Sampling(Protocol):
@@ -142,6 +144,8 @@ class Tracked:
     transfer: KvTransferParams
     identity: PromptIdentity
     root: BlockHash
+    is_exchanged: bool = True
+    """False: nothing is received for it, read back or handed over."""
     wants_receive: bool = False
     wants_history: bool = False
     has_begun: bool = False
@@ -181,6 +185,20 @@ class Tracked:
         """Role prefill, mode push."""
         return self.transfer.role is Role.PREFILL and self.transfer.mode is Mode.PUSH
 
+    def offered(self, address: PeerAddress, lease_s: float, now_s: float) -> dict[str, object]:
+        """Return the decode leg's parameters; ``address`` holds the blocks for ``lease_s``."""
+        return emit_params(
+            KvTransferParams(
+                transfer_id=self.transfer.transfer_id,
+                role=Role.DECODE,
+                mode=self.transfer.mode,
+                peer=address,
+                num_prompt_tokens=self.num_prompt_tokens,
+                lease_s=lease_s,
+                prefill_report=self.sources.report(self.num_prompt_tokens, now_s),
+            )
+        )
+
     def restart_sending(self) -> None:
         """What was computed so far is void: steps that are under way say nothing of it."""
         self.num_sent_blocks = 0
@@ -192,20 +210,57 @@ class Tracked:
         self.restart_sending()
 
 
-def root_of(request: EngineRequest, fingerprint: bytes) -> BlockHash:
-    """Return where the request's chain of block hashes begins: layout, salt, adapter."""
-    adapter = request.lora_request
-    return chain_root(
-        fingerprint, salt=request.cache_salt or "", lora=adapter.lora_name if adapter else ""
-    )
+class PushSteps:
+    """Prefills that are pushed, in steps whose output is not there yet."""
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[int, Tracked, int, int]] = deque()
+        """Step, record, its restarts, tokens computed after the step."""
+
+    def plan(self, step: int, tracked: Tracked, num_scheduled: int) -> None:
+        """``step`` computes that many tokens of a prompt."""
+        num_tokens = tracked.request.num_computed_tokens + num_scheduled
+        self._planned.append((step, tracked, tracked.num_restarts, num_tokens))
+
+    def take_done(self, step: int) -> list[tuple[Tracked, int]]:
+        """Return what steps up to ``step`` computed, less what was begun anew since."""
+        done = []
+        while self._planned and self._planned[0][0] <= step:
+            _, tracked, num_restarts, num_tokens = self._planned.popleft()
+            if tracked.is_sending and num_restarts == tracked.num_restarts:
+                done.append((tracked, num_tokens))
+        return done
 
 
-def track(request: EngineRequest, transfer: KvTransferParams, fingerprint: bytes) -> Tracked:
-    """Return the record of a request that has just arrived."""
-    root = root_of(request, fingerprint)
+class Roots:
+    """Where requests' chains of block hashes begin: layout, salt, an adapter's content."""
+
+    def __init__(self, fingerprint: bytes, adapters: AdapterContents) -> None:
+        self._fingerprint = fingerprint
+        self._adapters = adapters
+
+    def of(self, request: EngineRequest) -> BlockHash | None:
+        """Return the request's root; None while it is not certain whose weights it is computed
+        with."""
+        adapter, digest = request.lora_request, ""
+        if adapter is not None:
+            digest = self._adapters.digest(adapter)
+            if not digest:
+                return None
+        return chain_root(self._fingerprint, salt=request.cache_salt or "", lora=digest)
+
+
+def track(request: EngineRequest, transfer: KvTransferParams, root: BlockHash | None) -> Tracked:
+    """Return the record of a request that has just arrived.
+
+    One without a root has an identity that no other has: whatever is asked of it is refused as
+    another prompt's.
+    """
+    is_exchanged = root is not None
+    root = root or BlockHash(secrets.token_bytes(DIGEST_BYTES))
     tokens = request.prompt_token_ids or []
     identity = PromptIdentity(len(tokens), prompt_digest(root, tokens))
-    return Tracked(request, transfer, identity, root)
+    return Tracked(request, transfer, identity, root, is_exchanged)
 
 
 def transfer_of(request: EngineRequest) -> KvTransferParams | None:

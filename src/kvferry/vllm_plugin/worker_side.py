@@ -17,6 +17,7 @@ from kvferry.connector.config import ExchangeConfig, is_loopback
 from kvferry.connector.exchange import ExchangeMemory, create_exchange
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
@@ -106,6 +107,7 @@ class WorkerHalf:
         config: ExchangeConfig,
         settings: PluginSettings,
         layout: KVLayout,
+        compatibility: Compatibility,
         regions: Sequence[MemoryRegion],
     ) -> None:
         self._event = threading.Event()
@@ -121,7 +123,7 @@ class WorkerHalf:
             transport = _create_transport(config, settings)
             parts.callback(transport.close)
             transport.register(list(regions))
-            memory = ExchangeMemory(self._pins, layout, transport, regions)
+            memory = ExchangeMemory(self._pins, layout, transport, regions, compatibility)
             exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
             self._exchange = exchange

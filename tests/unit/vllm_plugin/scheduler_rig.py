@@ -6,6 +6,7 @@ import msgspec
 
 from kvferry.protocol.ids import TransferId
 from kvferry.testing.fake_clock import FakeClock
+from kvferry.vllm_plugin.adapters import AdapterContents
 from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.tracked import StepFacts
@@ -30,7 +31,8 @@ class SchedulerRig:
         self.table: dict[str, list[int]] = {}
         fields = {"recompute_threshold_tokens": 4, **options}
         settings = msgspec.convert(fields, PluginSettings)
-        self.half = SchedulerHalf(settings, BLOCK, self.clock)
+        self.adapters = AdapterContents()
+        self.half = SchedulerHalf(settings, BLOCK, self.clock, self.adapters)
         self.half.join(HELLO, self.orders, self.pool, self.table.__getitem__)
 
     def add(self, request_id: str, num_tokens: int, **params: object) -> FakeRequest:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import EngineError
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion
@@ -111,7 +112,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     monkeypatch.setattr(worker_side, "_create_transport", lambda *_: MemoryTransport(MemoryHub()))
     settings = PluginSettings()
     region = MemoryRegion(memory.ctypes.data, _BLOCK_BYTES, _BLOCK_BYTES, 8)
-    half = WorkerHalf(settings.exchange_config("e"), settings, _LAYOUT, [region])
+    half = WorkerHalf(settings.exchange_config("e"), settings, _LAYOUT, Compatibility(), [region])
     yield half
     half.close()
 
