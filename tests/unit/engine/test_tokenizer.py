@@ -195,8 +195,8 @@ def test_a_tokenizer_and_its_template_are_known_by_content(tmp_path: Path) -> No
     folders = [tmp_path / name for name in ("ours", "same", "template", "vocabulary", "none")]
     for folder in folders:
         folder.mkdir()
-        template = {"template": "[{{ x }}]", "none": None}.get(folder.name, "{{ x }}")
-        save_model(folder, chat_template=template)
+        text = {"template": "[{{ x }}]", "none": ""}.get(folder.name, "{{ x }}")
+        save_model(folder, chat_template=text or None)
     backend = byte_level()
     backend.add_tokens(["more"])
     backend.save(str(folders[3] / "tokenizer.json"))
