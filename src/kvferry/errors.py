@@ -78,6 +78,7 @@ class IncompatiblePeerError(ProtocolError):
         self.field = field
         self.ours = ours
         self.theirs = theirs
+        self.remedy = remedy
 
 
 class LeaseNotFoundError(ProtocolError):

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
+from kvferry.protocol.receive_note import MAX_NOTE_BYTES, noted_outcome
 from kvferry.router.upstream import LegFailedError, LegFailure
 
 _ABORTS = (b'"finish_reason":"abort"', b'"finish_reason": "abort"')
 _REASONS = (b'"finish_reason":"', b'"finish_reason": "', b'\ndata: {"error"')
 _DONE = b"\ndata: [DONE]"
 # Inside a text quotes and line ends are escaped, so none of them is ever taken for one of these.
-_NUM_KEPT_BYTES = max(len(pattern) for pattern in (*_ABORTS, *_REASONS, _DONE))
+_NUM_KEPT_BYTES = MAX_NOTE_BYTES + max(len(pattern) for pattern in (*_ABORTS, *_REASONS, _DONE))
 _MAX_OPENING_BYTES = 4096
 
 
@@ -37,13 +38,15 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 class StreamEnd:
     """Looks at a stream's bytes as they pass."""
 
-    __slots__ = ("_has_reason", "_kept", "is_done")
+    __slots__ = ("_has_reason", "_kept", "is_done", "receive_outcome")
 
     def __init__(self) -> None:
         self._kept = b"\n"
         self._has_reason = False
         self.is_done = False
         """Whether the stream's last event has been seen: there is nothing more to come."""
+        self.receive_outcome = ""
+        """How decode says that its receive has ended; known with the last event."""
 
     def see(self, chunk: bytes) -> None:
         """Take in the next bytes. Raises ``LegFailedError`` if the engine has aborted."""
@@ -52,6 +55,8 @@ class StreamEnd:
             raise _aborted()
         self._has_reason = self._has_reason or any(pattern in seen for pattern in _REASONS)
         self.is_done = seen.rstrip().endswith(_DONE)
+        if self.is_done:
+            self.receive_outcome = noted_outcome(seen)
         if self.is_done and not self._has_reason:
             raise _aborted()
         self._kept = seen[-_NUM_KEPT_BYTES:]

@@ -30,6 +30,8 @@ class Outcome(enum.StrEnum):
     CLIENT_GONE_AFTER_PREFILL = "client_gone_after_prefill"
     """Prefill had finished (or was not needed), and the client had got no byte yet."""
     CLIENT_GONE_STREAMING = "client_gone_streaming"
+    MISMATCH = "mismatch"
+    """Answered by decode, which computed the prompt: prefill made another one of the request."""
     FALLBACK_DECODE_ONLY = "fallback_decode_only"
     """Answered by a decode instance alone because prefill could not do its part."""
     NO_INSTANCE = "no_instance"
@@ -39,7 +41,7 @@ class Outcome(enum.StrEnum):
     TIMEOUT = "timeout"
 
 
-GOOD_OUTCOMES = (Outcome.OK, Outcome.FALLBACK_DECODE_ONLY)
+GOOD_OUTCOMES = (Outcome.OK, Outcome.MISMATCH, Outcome.FALLBACK_DECODE_ONLY)
 """The client has got its whole answer."""
 
 
@@ -75,6 +77,8 @@ class RequestContext:
     offered: msgspec.Raw | None = None
     """What prefill offered, as it came."""
     is_prefill_done: bool = False
+    receive_outcome: str = ""
+    """How the decode instance says that its receive has ended; empty: it does not say."""
     plain_reason: PlainReason | None = None
     stream: web.StreamResponse | None = None
     """The client's streamed answer, once it has begun."""

@@ -19,6 +19,8 @@ class PlainReason(enum.StrEnum):
     """``n`` or ``best_of`` above 1: a handoff has one receiver of one sequence."""
     SEVERAL_PROMPTS = "several_prompts"
     NO_PREFILL_INSTANCE = "no_prefill_instance"
+    INCOMPATIBLE = "incompatible"
+    """No prefill instance exchanges with a decode instance that could take it."""
     PREFILL_FAILED = "prefill_failed"
     NOTHING_OFFERED = "nothing_offered"
     """Prefill answered without transfer parameters."""

@@ -12,6 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
+from kvferry.protocol.receive_note import RECEIVE_HEADER
 from kvferry.router import answers
 from kvferry.router.answer_end import StreamEnd, is_opening, require_whole
 from kvferry.router.context import Outcome, RequestContext
@@ -33,6 +34,8 @@ from kvferry.router.upstream import (
     closing_leg,
     require_well,
 )
+
+_MISMATCH = "mismatch"
 
 
 class DecodeLeg:
@@ -105,7 +108,7 @@ class DecodeLeg:
                 answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
                 detail = "its stream began with an error"
                 raise LegFailedError(LegFailure.ENGINE_ERROR, detail, answer)
-            self._end.see(self._first)
+            self._see(self._first)
             self._response = response
 
     async def deliver(self, waited_s: float) -> None:
@@ -118,6 +121,7 @@ class DecodeLeg:
         if self._whole is not None:
             is_good = self._whole.status < 400
             if is_good:
+                self._note_receive(self._whole.headers.get(RECEIVE_HEADER, ""))
                 self._tools.note_answer(context, self.view, self._whole.body)
             outcome = _good_outcome(context) if is_good else Outcome.BAD_REQUEST
             context.finish(outcome, passed_on(context, self._whole))
@@ -161,8 +165,19 @@ class DecodeLeg:
             if not self._end.is_done:
                 raise
             return b""
-        self._end.see(chunk)
+        self._see(chunk)
         return chunk
+
+    def _see(self, chunk: bytes) -> None:
+        was_done = self._end.is_done
+        self._end.see(chunk)
+        if self._end.is_done and not was_done:
+            self._note_receive(self._end.receive_outcome)
+
+    def _note_receive(self, outcome: str) -> None:
+        if outcome:
+            self._context.receive_outcome = outcome
+            self._tools.figures.receive_ended(outcome)
 
 
 def note_receiver(context: RequestContext, view: InstanceView) -> None:
@@ -192,6 +207,8 @@ def finish_without_decode(
 
 
 def _good_outcome(context: RequestContext) -> Outcome:
+    if context.receive_outcome == _MISMATCH:
+        return Outcome.MISMATCH
     reason = context.plain_reason
     is_fallback = reason is not None and reason.is_fallback
     return Outcome.FALLBACK_DECODE_ONLY if is_fallback else Outcome.OK

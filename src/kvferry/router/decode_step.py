@@ -5,7 +5,7 @@ from __future__ import annotations
 from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
-from kvferry.router.context import GOOD_OUTCOMES, RequestContext
+from kvferry.router.context import GOOD_OUTCOMES, Outcome, RequestContext
 from kvferry.router.decider import PlainReason
 from kvferry.router.decode_leg import DecodeLeg, finish_without_decode, note_receiver
 from kvferry.router.fleet import InstanceView
@@ -28,6 +28,9 @@ class DecodeStep:
         failure: LegFailedError | None = None
         tried_urls: list[str] = []
         for attempt in range(MAX_ATTEMPTS_PER_LEG):
+            if self._tools.has_only_others(context, tried_urls):
+                self._drop_offer(context, PlainReason.INCOMPATIBLE)
+                self._tools.end_transfer(context)
             view = self._tools.choose_decode(context, tried_urls)
             if view is None and context.plain_reason is PlainReason.OFFER_USED:
                 view = self._tools.choose_decode(context, ())  # It may be the transfer that failed.
@@ -52,9 +55,13 @@ class DecodeStep:
         if context.offered is None or self._tools.dialect.traits.checks_offers:
             return
         if failure.cause is not LegFailure.UNREACHABLE:
-            context.offered = None
-            context.plain_reason = PlainReason.OFFER_USED
-            self._tools.figures.plain_decodes[PlainReason.OFFER_USED].inc()
+            self._drop_offer(context, PlainReason.OFFER_USED)
+
+    def _drop_offer(self, context: RequestContext, reason: PlainReason) -> None:
+        """Have decode do it alone."""
+        context.offered = None
+        context.plain_reason = reason
+        self._tools.figures.plain_decodes[reason].inc()
 
     async def _run_leg(self, context: RequestContext, view: InstanceView) -> None:
         body, headers = self._message(context, view)
@@ -65,8 +72,8 @@ class DecodeStep:
             await leg.deliver(self._tools.clock.monotonic_s() - context.arrived_s)
         finally:
             leg.close()
-        if context.outcome in GOOD_OUTCOMES:
-            context.transfer = None
+        if context.outcome in GOOD_OUTCOMES and context.outcome is not Outcome.MISMATCH:
+            context.transfer = None  # Else nobody has taken it: prefill need not hold it.
 
     def _message(
         self, context: RequestContext, view: InstanceView

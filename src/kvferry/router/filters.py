@@ -30,6 +30,19 @@ def can_push(view: InstanceView) -> bool:
     return view.identity is not None and view.identity.can_push
 
 
+def fitting(partners: Sequence[InstanceView]) -> Filter:
+    """Return a filter that keeps those which exchange with one of ``partners``, as far as is
+    known; all, where there are none."""
+
+    def keep(candidates: Sequence[InstanceView]) -> Sequence[InstanceView]:
+        if not partners or not any(view.apart_from for view in candidates):
+            return candidates
+        urls = [partner.url for partner in partners]
+        return [view for view in candidates if any(url not in view.apart_from for url in urls)]
+
+    return keep
+
+
 def excluding(urls: Collection[str]) -> Filter:
     """Return a filter that drops the instances in ``urls``: those that failed this request."""
     return lambda candidates: [view for view in candidates if view.url not in urls]

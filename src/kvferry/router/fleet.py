@@ -38,6 +38,10 @@ class InstanceView:
     num_inflight: int
     identity: InstanceIdentity | None = None
     """None while it is not known, or may have changed since."""
+    apart_from: frozenset[str] = frozenset()
+    """URLs of the instances with which it is known to exchange nothing."""
+    last_turn: int = 0
+    """When it last got a leg of the role, counted in the role's legs; 0: never."""
 
     @property
     def peer(self) -> PeerAddress | None:
@@ -52,20 +56,14 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """All instances at one moment; ``turn`` counts choices made, for round robin."""
+    """All instances at one moment."""
 
     prefill: tuple[InstanceView, ...]
     decode: tuple[InstanceView, ...]
-    prefill_turn: int = 0
-    decode_turn: int = 0
 
     def of(self, role: Role) -> tuple[InstanceView, ...]:
         """Return the instances that take ``role``."""
         return self.prefill if role is Role.PREFILL else self.decode
-
-    def turn(self, role: Role) -> int:
-        """Return how many choices have been made for ``role``."""
-        return self.prefill_turn if role is Role.PREFILL else self.decode_turn
 
 
 @dataclass(slots=True)
@@ -75,9 +73,11 @@ class _Instance:
     is_draining: bool = False
     detail: str = "not probed yet"
     identity: InstanceIdentity | None = None
+    apart_from: frozenset[str] = frozenset()
     num_doubts: int = 0
     """So many probes have to be answered well before it counts as healthy."""
     num_inflight: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    last_turn: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     views: dict[Role, InstanceView] = field(default_factory=dict)
     """Made when asked for, dropped when anything in them changes."""
 
@@ -91,6 +91,8 @@ class _Instance:
                 self.is_draining,
                 self.num_inflight[role],
                 self.identity,
+                self.apart_from,
+                self.last_turn[role],
             )
             self.views[role] = view
         return view
@@ -139,12 +141,18 @@ class Fleet:
             Role.DECODE: tuple(dict.fromkeys(decode_urls)),
         }
         self._turns = dict.fromkeys(Role, 0)
+        self._is_divided = False
         self._on_suspect: Callable[[str], None] = lambda url: None
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Every instance once, in the order of the configuration."""
         return tuple(self._instances)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether some instances are known to exchange nothing with some others."""
+        return self._is_divided
 
     def on_suspect(self, callback: Callable[[str], None]) -> None:
         """Have ``callback`` called with the URL of an instance that has become suspect."""
@@ -155,8 +163,6 @@ class Fleet:
         return FleetSnapshot(
             self._views(Role.PREFILL),
             self._views(Role.DECODE),
-            self._turns[Role.PREFILL],
-            self._turns[Role.DECODE],
         )
 
     def view(self, url: str, role: Role) -> InstanceView | None:
@@ -167,9 +173,11 @@ class Fleet:
         return tuple([self._instances[url].view(role) for url in self._urls[role]])
 
     def open_ticket(self, url: str, role: Role) -> InflightTicket:
-        """Count one more leg on ``url`` and move the role's turn on."""
+        """Count one more leg on ``url``, which has had its turn."""
+        instance = self._find(url)
         self._turns[role] += 1
-        return InflightTicket(self._find(url), role)
+        instance.last_turn[role] = self._turns[role]
+        return InflightTicket(instance, role)
 
     def identity(self, url: str) -> InstanceIdentity | None:
         """Return who ``url`` was when it was last asked; None where that may have changed."""
@@ -190,13 +198,13 @@ class Fleet:
         instance.health = health
         instance.detail = detail
         if health is not Health.HEALTHY:
-            instance.identity = None
+            self._identify(instance, None)
         instance.views.clear()
 
     def set_identity(self, url: str, identity: InstanceIdentity | None) -> None:
         """Record who ``url`` says it is; None when it does not say."""
         instance = self._find(url)
-        instance.identity = identity
+        self._identify(instance, identity)
         instance.views.clear()
 
     def report_connection_failure(self, url: str, detail: str, *, num_doubts: int = 0) -> None:
@@ -210,7 +218,7 @@ class Fleet:
         if instance.health is Health.HEALTHY:
             instance.health = Health.SUSPECT
             instance.detail = detail
-            instance.identity = None
+            self._identify(instance, None)
             instance.views.clear()
             self._on_suspect(url)
 
@@ -231,6 +239,19 @@ class Fleet:
     def health(self, url: str) -> Health:
         """Return the health of ``url``."""
         return self._find(url).health
+
+    def _identify(self, instance: _Instance, identity: InstanceIdentity | None) -> None:
+        """Note who it is, and with whom it exchanges nothing: no request need compare."""
+        before, instance.identity = instance.identity, identity
+        if (before and before.terms) == (identity and identity.terms):
+            return
+        for other in self._instances.values():
+            is_apart = identity is not None and bool(identity.difference_from(other.identity))
+            if is_apart != (other.url in instance.apart_from):
+                instance.apart_from ^= {other.url}
+                other.apart_from ^= {instance.url}
+                other.views.clear()
+        self._is_divided = any(one.apart_from for one in self._instances.values())
 
     def _find(self, url: str) -> _Instance:
         instance = self._instances.get(url)

@@ -148,21 +148,19 @@ class HealthMonitor:
             self._note_unknown(url, f"it cannot be asked who it is: {error}")
         else:
             self._fleet.set_identity(url, identity)
-            other = None if identity is None else self._other_layout(identity)
-            if other is None:
+            detail = "" if identity is None else self._difference(identity)
+            if not detail:
                 self._noted.pop(url, None)
                 return
-            detail = (
-                f"the layout of its KV differs from that of {other}: nothing moves between them; "
-                "kvferry doctor names what differs"
-            )
-            self._note(url, "two instances have different layouts", detail)
+            self._note(url, "two instances exchange nothing", detail)
 
-    def _other_layout(self, identity: InstanceIdentity) -> str | None:
-        """Return an instance with which one of ``identity`` exchanges nothing, if there is any."""
-        fleet = self._fleet
-        others = (url for url in fleet.urls if identity.differs_from(fleet.identity(url)))
-        return next(others, None)
+    def _difference(self, identity: InstanceIdentity) -> str:
+        """Return with whom one of ``identity`` exchanges nothing and why, of several the first."""
+        for url in self._fleet.urls:
+            difference = identity.difference_from(self._fleet.identity(url))
+            if difference:
+                return f"it exchanges nothing with {url}, and is not paired with it: {difference}"
+        return ""
 
     def _note_unknown(self, url: str, detail: str) -> None:
         """Say why an instance takes no part in pushes and read-backs."""

@@ -131,7 +131,10 @@ def identity_from(info: InstanceInfo) -> InstanceIdentity:
         epoch=info.epoch,
         control_address=info.control_address,
         fingerprint=info.fingerprint.hex(),
+        transport=info.transport,
+        compatibility=info.compatibility,
         capabilities=info.capabilities,
         num_blocks=info.num_blocks,
         num_free_blocks=info.num_free_blocks,
+        receives=info.receives,
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Mode, PeerAddress
 
@@ -23,9 +24,14 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """ZeroMQ endpoint of its control port."""
     fingerprint: str = ""
     """Of the layout of its KV: only between equal ones anything moves. Empty: it does not tell."""
+    transport: str = ""
+    compatibility: Compatibility | None = None
+    """What peers compare beyond the layout."""
     capabilities: tuple[str, ...] = ()
     num_blocks: _Count = 0
     num_free_blocks: _Count = 0
+    receives: dict[str, _Count] = {}
+    """How many receives have ended there, by outcome."""
 
     @property
     def can_push(self) -> bool:
@@ -37,11 +43,24 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it takes part in read-backs, on either side."""
         return HISTORY_CAPABILITY in self.capabilities
 
-    def differs_from(self, other: InstanceIdentity | None) -> bool:
-        """Whether nothing can move between the two."""
-        if other is None or not (self.fingerprint and other.fingerprint):
-            return False
-        return self.fingerprint != other.fingerprint
+    @property
+    def terms(self) -> tuple[str, str, Compatibility | None]:
+        """All that decides with whom it exchanges."""
+        return self.fingerprint, self.transport, self.compatibility
+
+    def difference_from(self, other: InstanceIdentity | None) -> str:
+        """Return why nothing can move between the two, for people; empty: none is known."""
+        if other is None:
+            return ""
+        if self.fingerprint and other.fingerprint and self.fingerprint != other.fingerprint:
+            return "the layout of its KV differs; kvferry doctor names what differs"
+        if self.transport and other.transport and self.transport != other.transport:
+            return f"transport is {self.transport} here, {other.transport} there"
+        difference = self.compatibility and self.compatibility.difference_from(other.compatibility)
+        if not difference:
+            return ""
+        values = f"{difference.ours} here, {difference.theirs} there"
+        return f"{difference.field} is {values}: {difference.remedy}"
 
     @property
     def free_share(self) -> float:

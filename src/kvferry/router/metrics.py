@@ -23,6 +23,11 @@ _STEP_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
+_RECEIVE_OUTCOMES = frozenset(
+    ("received", "gone", "expired", "declined", "mismatch", "incompatible", "unreachable", "slow")
+    + ("failed", "corrupt")
+)
+"""What an instance may say; anything else is another release's."""
 _GONE_WHEN = {
     Outcome.CLIENT_GONE_BEFORE_PREFILL_DONE: "before_prefill_done",
     Outcome.CLIENT_GONE_AFTER_PREFILL: "after_prefill",
@@ -98,6 +103,24 @@ class RouterFigures:
         self.cancels_told = cancels.labels("told")
         self.cancels_unreachable = cancels.labels("unreachable")
 
+        self._receives = Counter(
+            "kvferry_router_receives",
+            "Decode legs of handoffs by how they say that their receive has ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self._instance_receives = Gauge(
+            "kvferry_router_instance_receives",
+            "Receives that have ended on an instance since its start, as it tells them itself",
+            ["instance", "outcome"],
+            registry=registry,
+        )
+        self._incompatible_pairs = Gauge(
+            "kvferry_router_incompatible_pairs",
+            "Pairs of a prefill and a decode instance that are known to exchange nothing",
+            registry=registry,
+        )
+
     def _declare_conversations(self, registry: CollectorRegistry) -> None:
         self._conversations = Gauge(
             "kvferry_router_conversations",
@@ -158,6 +181,11 @@ class RouterFigures:
         """Count a leg that ``url`` failed; ``cause`` is one of an enumeration."""
         self._legs_failed.labels(url, role.value, cause).inc()
 
+    def receive_ended(self, outcome: str) -> None:
+        """Count a decode leg whose receive has ended so."""
+        known = outcome if outcome in _RECEIVE_OUTCOMES else "other"
+        self._receives.labels(known).inc()
+
     def observe_step(self, step: str, seconds: float) -> None:
         """Record the duration of a named step."""
         bound = self._steps.get(step)
@@ -176,6 +204,15 @@ class RouterFigures:
             healthy = 1 if view.health is Health.HEALTHY else 0
             self._group.instance_healthy.labels(view.url, view.role.value).set(healthy)
             self._instance_inflight.labels(view.url, view.role.value).set(view.num_inflight)
+        decode_urls = {view.url for view in snapshot.decode}
+        self._incompatible_pairs.set(
+            sum(len(view.apart_from & decode_urls) for view in snapshot.prefill)
+        )
+        self._instance_receives.clear()
+        for view in {view.url: view for view in (*snapshot.prefill, *snapshot.decode)}.values():
+            for outcome, count in view.identity.receives.items() if view.identity else ():
+                known = outcome if outcome in _RECEIVE_OUTCOMES else "other"
+                self._instance_receives.labels(view.url, known).set(count)
         for view in snapshot.decode:
             self._outstanding.labels(view.url).set(credits.num_outstanding(view.url))
         return self._metrics.render()

@@ -1,9 +1,9 @@
-"""One instance out of the fleet: filter, score, then round robin over what is left. Pure."""
+"""One instance out of the fleet: filter, score, then in turn among what is left. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.protocol.params import Role
 from kvferry.router.filters import Filter, apply_filters, excluding, usable
@@ -19,10 +19,21 @@ class ChoicePolicy:
     filters: tuple[Filter, ...] = (usable,)
     scorers: tuple[Scorer, ...] = (no_preference,)
 
+    def candidates(self, views: Sequence[InstanceView]) -> Sequence[InstanceView]:
+        """Return those of ``views`` that may be chosen at all."""
+        return apply_filters(views, self.filters)
 
-def pick_round_robin(candidates: Sequence[InstanceView], turn: int) -> InstanceView | None:
-    """Return the candidate whose turn it is, None when there is none."""
-    return candidates[turn % len(candidates)] if candidates else None
+    def among(self, more: Filter) -> ChoicePolicy:
+        """Return the same policy with one more filter."""
+        return replace(self, filters=(*self.filters, more))
+
+
+def pick_in_turn(candidates: Sequence[InstanceView]) -> InstanceView | None:
+    """Return the candidate whose last turn is longest ago, None when there is none.
+
+    So all get their share, also where some are candidates for every second request only.
+    """
+    return min(candidates, key=lambda view: view.last_turn, default=None)
 
 
 def choose(
@@ -38,7 +49,7 @@ def choose(
     when the only healthy one has just failed.
     """
     candidates = _candidates(snapshot, role, policy, excluded_urls)
-    return pick_round_robin(best_scored(candidates, policy.scorers), snapshot.turn(role))
+    return pick_in_turn(best_scored(candidates, policy.scorers))
 
 
 def choose_near(
@@ -51,8 +62,7 @@ def choose_near(
     """Return the instance for a decode leg, the holder of its conversation where that may be."""
     candidates = _candidates(snapshot, Role.DECODE, policy, excluded_urls)
     near, choice = prefer(candidates, preference)
-    turn = snapshot.turn(Role.DECODE)
-    return pick_round_robin(best_scored(near, policy.scorers), turn), choice
+    return pick_in_turn(best_scored(near, policy.scorers)), choice
 
 
 def _candidates(

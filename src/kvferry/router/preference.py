@@ -16,7 +16,8 @@ class HolderChoice(enum.StrEnum):
     OVERLOADED = "overloaded"
     """Elsewhere: the holder had too many more legs in flight than another."""
     ELSEWHERE = "elsewhere"
-    """The holder could not be chosen: not healthy, draining, without credit, or tried before."""
+    """The holder could not be chosen: not healthy, draining, without credit, tried before, or one
+    that exchanges nothing with the prefill instance."""
 
 
 @dataclass(frozen=True, slots=True)

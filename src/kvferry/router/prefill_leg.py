@@ -128,9 +128,7 @@ def finish_without_prefill(
     if is_full and failure is not None and failure.answer is not None:
         context.finish(Outcome.OVERLOADED, passed_on(context, failure.answer))
     elif tools.config.on_prefill_failure is not OnPrefillFailure.ERROR:
-        context.plain_reason = (
-            PlainReason.NO_PREFILL_INSTANCE if failure is None else PlainReason.PREFILL_FAILED
-        )
+        context.plain_reason = _why_plain(tools, failure)
     elif failure is None:
         context.finish_with_error(Outcome.NO_INSTANCE, answers.no_instance("prefill"))
     elif failure.answer is not None:
@@ -141,6 +139,13 @@ def finish_without_prefill(
     else:
         error = answers.leg_failed("prefill", str(failure))
         context.finish_with_error(Outcome.PREFILL_FAILED, error)
+
+
+def _why_plain(tools: StepTools, failure: LegFailedError | None) -> PlainReason:
+    if failure is not None:
+        return PlainReason.PREFILL_FAILED
+    is_there = tools.choose(Role.PREFILL, ()) is not None
+    return PlainReason.INCOMPATIBLE if is_there else PlainReason.NO_PREFILL_INSTANCE
 
 
 def passed_on(context: RequestContext, answer: LegAnswer) -> web.Response:

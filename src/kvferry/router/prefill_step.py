@@ -31,7 +31,7 @@ class PrefillStep:
         failure: LegFailedError | None = None
         tried_urls: list[str] = []
         for attempt in range(MAX_ATTEMPTS_PER_LEG):
-            view = tools.choose(Role.PREFILL, tried_urls)
+            view = tools.choose_prefill(context, tried_urls)
             if view is None:
                 break
             tried_urls.append(view.url)

@@ -151,6 +151,7 @@ class PushAttempt:
             # Decode has ended by itself; prefill has unless its leg still runs or went wrong.
             is_well = self._prefill.done() and self._prefill.exception() is None
             is_over = is_well or context.plain_reason is not None
+            is_over = is_over and context.outcome is not Outcome.MISMATCH
             context.transfer = (
                 None if is_over else dataclasses.replace(context.transfer, decode_urls=())
             )
@@ -168,6 +169,9 @@ class PushAttempt:
         view = None
         if context.plain_reason is None and len(self._tried_decode_urls) < MAX_ATTEMPTS_PER_LEG:
             view = tools.choose_decode(context, self._tried_decode_urls, tools.push_policies)
+            if view is None and tools.has_only_others(context, self._tried_decode_urls):
+                self._give_up(PlainReason.INCOMPATIBLE)
+                return
         if view is None:
             finish_without_decode(tools, context, failure)
         else:
@@ -229,8 +233,9 @@ class PushAttempt:
         )
         if self._retry_beside is None or not is_wanted:
             return False
-        policies = self._tools.push_policies
-        return self._tools.choose(Role.PREFILL, self._retry_beside, policies) is not None
+        tools, context = self._tools, self._context
+        view = tools.choose_prefill(context, self._retry_beside, tools.push_policies)
+        return view is not None
 
     def _accept(self, answer: LegAnswer) -> None:
         dialect = self._tools.dialect

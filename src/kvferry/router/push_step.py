@@ -50,7 +50,9 @@ class PushStep:
         if credit is None:
             return None
         # Chosen after the wait for a credit: the fleet may have changed meanwhile.
-        prefill = tools.choose(Role.PREFILL, tried_urls, tools.push_policies)
+        prefill = tools.choose_prefill(
+            context, tried_urls, tools.push_policies, receiver=credit.view
+        )
         if prefill is None:
             credit.close()
             context.decision = Decision(mode=Mode.PULL)
@@ -71,7 +73,7 @@ class PushStep:
         tools = self._tools
 
         def pick(full_urls: Collection[str]) -> InstanceView | None:
-            return tools.choose_decode(context, full_urls, tools.push_policies)
+            return tools.choose_receiver(context, full_urls)
 
         if pick(()) is None:
             context.decision = Decision(mode=Mode.PULL)

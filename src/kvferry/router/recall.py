@@ -119,6 +119,8 @@ class Recall:
         peer = recollection.holder.peer
         if holder is None or peer is None or peer != holder.peer or peer == prefill.peer:
             return None
+        if prefill.url in holder.apart_from:
+            return None
         if recollection.kept is not None:
             return recollection.kept.take()
         return peer if holder.can_read_back and prefill.can_read_back else None

@@ -21,7 +21,7 @@ from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import MODE_HEADER, decide, wanted_mode
 from kvferry.router.dialect import Dialect
-from kvferry.router.filters import can_push
+from kvferry.router.filters import can_push, fitting
 from kvferry.router.fleet import Fleet, InstanceView
 from kvferry.router.leg_wait import LegWaits
 from kvferry.router.metrics import RouterFigures
@@ -82,24 +82,73 @@ class StepTools:
         policy = (policies or self.policies)[role]
         return choose(self.fleet.snapshot(), role, policy, excluded_urls=tried_urls)
 
+    def choose_prefill(
+        self,
+        context: RequestContext,
+        tried_urls: Collection[str],
+        policies: dict[Role, ChoicePolicy] | None = None,
+        *,
+        receiver: InstanceView | None = None,
+    ) -> InstanceView | None:
+        """Return the instance for a prefill leg, None when none is left.
+
+        It exchanges with ``receiver``; where that is not chosen yet, with the conversation's holder
+        if it may, else with some decode instance.
+        """
+        if not self.fleet.is_divided:
+            return self.choose(Role.PREFILL, tried_urls, policies)
+        snapshot, policies = self.fleet.snapshot(), policies or self.policies
+        partners = [receiver] if receiver else policies[Role.DECODE].candidates(snapshot.decode)
+        holder = context.recollection.holder.url if context.recollection else ""
+        view = None
+        for among in ([partner for partner in partners if partner.url == holder], partners):
+            if view is None and among:
+                policy = policies[Role.PREFILL].among(fitting(among))
+                view = choose(snapshot, Role.PREFILL, policy, excluded_urls=tried_urls)
+        return view
+
     def choose_decode(
         self,
         context: RequestContext,
         tried_urls: Collection[str],
         policies: dict[Role, ChoicePolicy] | None = None,
     ) -> InstanceView | None:
-        """Return the instance for a decode leg, the conversation's holder where that may be."""
+        """Return the instance for a decode leg, the conversation's holder where that may be.
+
+        It exchanges with the prefill instance of the open handoff, where there is one.
+        """
         context.holder_choice = None
+        snapshot, policy = self.fleet.snapshot(), (policies or self.policies)[Role.DECODE]
+        if context.transfer is not None and self.fleet.is_divided:
+            sender = self.fleet.view(context.transfer.prefill_url, Role.PREFILL)
+            policy = policy.among(fitting([sender] if sender else []))
         recollection = context.recollection
         if recollection is None or not recollection.is_same:
-            return self.choose(Role.DECODE, tried_urls, policies)
-        policy = (policies or self.policies)[Role.DECODE]
+            return choose(snapshot, Role.DECODE, policy, excluded_urls=tried_urls)
         slack = self.config.conversations.holder_slack_requests
         preference = Preference(recollection.holder.url, slack)
         view, context.holder_choice = choose_near(
-            self.fleet.snapshot(), policy, preference, excluded_urls=tried_urls
+            snapshot, policy, preference, excluded_urls=tried_urls
         )
         return view
+
+    def has_only_others(self, context: RequestContext, tried_urls: Collection[str]) -> bool:
+        """Whether a decode instance is left, but none that exchanges with the open handoff's."""
+        if context.transfer is None or not self.fleet.is_divided:
+            return False
+        is_left = self.choose(Role.DECODE, tried_urls) is not None
+        return is_left and self.choose_decode(context, tried_urls) is None
+
+    def choose_receiver(
+        self, context: RequestContext, tried_urls: Collection[str]
+    ) -> InstanceView | None:
+        """Return the decode instance of a push whose prefill instance is not chosen yet."""
+        policies, snapshot = self.push_policies, self.fleet.snapshot()
+        if not self.fleet.is_divided:
+            return self.choose_decode(context, tried_urls, policies)
+        senders = policies[Role.PREFILL].candidates(snapshot.prefill)
+        policy = policies[Role.DECODE].among(fitting(senders))
+        return self.choose_decode(context, tried_urls, {**policies, Role.DECODE: policy})
 
     def note_answer(
         self, context: RequestContext, view: InstanceView, answer: bytes | None = None
@@ -188,9 +237,10 @@ class DecideStep:
         if wanted is RouteMode.PULL:
             return False
         tools = self._tools
-        policies = tools.push_policies if wanted is RouteMode.PUSH else tools.policies
-        views = (
-            tools.choose(Role.PREFILL, (), policies),
-            tools.choose_decode(context, (), policies),
-        )
-        return all(view is not None and can_push(view) for view in views)
+        if wanted is RouteMode.PUSH:
+            decode = tools.choose_receiver(context, ())
+            prefill = tools.choose_prefill(context, (), tools.push_policies, receiver=decode)
+        else:
+            decode = tools.choose_decode(context, ())
+            prefill = tools.choose_prefill(context, (), receiver=decode)
+        return all(view is not None and can_push(view) for view in (prefill, decode))

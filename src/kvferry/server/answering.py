@@ -20,6 +20,7 @@ from aiohttp import web
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import EngineError
 from kvferry.protocol.params import Role
+from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
 from kvferry.server.assembly import AnswerAssembly
 from kvferry.server.errors import answer_for
 from kvferry.server.formats import (
@@ -110,6 +111,9 @@ async def _send_whole(
         meter.note(await assembly.next_deltas())
     body = _whole_body(job, assembly)
     response = web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    outcome = _receive_outcome(assembly)
+    if outcome:
+        response.headers[RECEIVE_HEADER] = outcome
     if assembly.choices[0].handoff is not None:
         # Sent from here: if the client is gone by now, nobody will fetch the blocks.
         await response.prepare(request)
@@ -181,8 +185,15 @@ async def _stream(
         if job.include_usage:
             usage = usage_of(assembly.choices, job.num_prompt_tokens)
             await stream.send([event(job.format.last_chunk(usage))])
-    await stream.end()
+    outcome = _receive_outcome(assembly)
+    await stream.end(stream_note(outcome) if outcome else b"")
     return stream.response
+
+
+def _receive_outcome(assembly: AnswerAssembly) -> str:
+    """Return how the request's receive has ended; empty where there was none, or it has not."""
+    reports = [choice.report for choice in assembly.choices if choice.report is not None]
+    return next((report.receive_outcome for report in reports if report.receive_outcome), "")
 
 
 def _chunks(job: Job, deltas: Sequence[tuple[Choice, Delta]]) -> list[Json]:

@@ -63,7 +63,7 @@ class EventStream:
                 f"the client has read nothing for {self._stall_limit_s} s"
             ) from error
 
-    async def end(self) -> None:
-        """Write the last event and end the response."""
-        await self.send([DONE_EVENT])
+    async def end(self, note: bytes = b"") -> None:
+        """Write ``note``, a comment, with the last event, and end the response."""
+        await self.send([note, DONE_EVENT])
         await self._response.write_eof()

@@ -86,6 +86,8 @@ class ScriptedEngine:
         self.tokenize_gate: asyncio.Event | None = None
         self.capabilities: tuple[str, ...] | None = None
         """What it says it can do; None: it does not say who it is."""
+        self.identity_fields: Mapping[str, Any] = {}
+        """What else it says of who it is."""
         self.epoch = 1
         self.num_blocks = 100
         self.num_free_blocks = 100
@@ -195,6 +197,7 @@ class ScriptedEngine:
                 "num_blocks": self.num_blocks,
                 "num_free_blocks": self.num_free_blocks,
                 "num_requests_running": 0,
+                **self.identity_fields,
             }
         )
 

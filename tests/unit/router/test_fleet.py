@@ -17,7 +17,7 @@ def test_snapshot_stays_as_it_was() -> None:
         during = fleet.snapshot()
     assert before.prefill[0].health is Health.UNKNOWN
     assert (during.prefill[0].health, during.prefill[0].num_inflight) == (Health.HEALTHY, 1)
-    assert (before.turn(Role.PREFILL), during.turn(Role.PREFILL)) == (0, 1)
+    assert (before.prefill[0].last_turn, during.prefill[0].last_turn) == (0, 1)
     assert fleet.snapshot().prefill[0].num_inflight == 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvferry.errors import RequestError
@@ -9,9 +11,9 @@ from kvferry.protocol.params import Mode, Role
 from kvferry.router.config import RouteMode
 from kvferry.router.decider import PlainReason, decide, wanted_mode
 from kvferry.router.filters import apply_filters, excluding, usable
-from kvferry.router.fleet import FleetSnapshot, Health, InstanceView
+from kvferry.router.fleet import Fleet, FleetSnapshot, Health, InstanceView
 from kvferry.router.parsing import RequestTraits
-from kvferry.router.picker import ChoicePolicy, choose, pick_round_robin
+from kvferry.router.picker import ChoicePolicy, choose, pick_in_turn
 from kvferry.router.scorers import best_scored, fewest_inflight, no_preference
 
 
@@ -55,11 +57,22 @@ def test_scores_add_up() -> None:
     assert _urls(best_scored(views, prefer_a)) == ["a"]
 
 
-def test_round_robin_takes_turns() -> None:
-    views = [_view("a"), _view("b")]
-    picked = [pick_round_robin(views, turn) for turn in range(3)]
-    assert [view.url for view in picked if view is not None] == ["a", "b", "a"]
-    assert pick_round_robin([], 5) is None
+def _turns(fleet: Fleet, *choices: Sequence[str]) -> list[str]:
+    """Return who is picked for legs that only some may take, one after the other."""
+    picked = []
+    for urls in choices:
+        view = pick_in_turn([view for view in fleet.snapshot().decode if view.url in urls])
+        assert view is not None
+        fleet.open_ticket(view.url, Role.DECODE)
+        picked.append(view.url)
+    return picked
+
+
+def test_turns_are_taken() -> None:
+    assert _turns(Fleet([], "ab"), "ab", "ab", "ab") == ["a", "b", "a"]
+    # Also among those that are candidates for every second leg only.
+    assert _turns(Fleet([], "abc"), "ab", "c", "ab", "c", "ab", "c") == list("acbcac")
+    assert pick_in_turn([]) is None
 
 
 def test_choice_may_use_a_suspect_when_the_healthy_one_has_failed() -> None:
