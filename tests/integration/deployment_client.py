@@ -214,7 +214,7 @@ def is_whole(shown: Json) -> bool:
 
 def _take_events(answer: Answer, content: bytes) -> None:
     for event in re.split(rb"\n\n+", content):
-        if not event:
+        if not event or event.startswith(b": "):  # A comment, to be skipped.
             continue
         assert event.startswith(b"data: "), event
         if event == b"data: [DONE]":

@@ -176,5 +176,6 @@ def _fit(first: InstanceFacts, second: InstanceFacts) -> bool:
         and one.epoch != other.epoch
         and one.transport == other.transport
         and one.layout.compared_fields() == other.layout.compared_fields()
+        and not (one.compatibility and one.compatibility.differing_fields(other.compatibility))
         and all(not item.http.error and item.http.model for item in (first, second))
     )

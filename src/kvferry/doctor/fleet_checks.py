@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvferry import __version__
+from kvferry.doctor.compatibility_checks import compatibility_findings
 from kvferry.doctor.control_checks import shared_address
 from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RoutedInstance, RouterFacts
 from kvferry.doctor.finding import Check, Finding
+from kvferry.protocol.compatibility import REMEDIES
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION, is_supported
 
@@ -30,18 +32,6 @@ _NOTED_REMEDY = (
 _ASK_ROUTER_REMEDY = (
     "look whether that instance hangs, and whether the router's --control and cluster key are its"
 )
-_FIELD_REMEDIES = {
-    "weights_digest": "serve the same weights on all instances",
-    "config_digest": "serve the same model configuration on all instances (rope overrides, "
-    "quantisation)",
-    "kv_dtype": "start all instances with the same --dtype (and --kv-cache-dtype)",
-    "kv_scales_digest": "use the same KV scales on all instances",
-    "block_size_tokens": "start all instances with the same --block-size",
-    "attention_backend": "use the same attention backend on all instances, and the same kind of "
-    "processor where it shapes memory",
-    "tensor_parallel_size": "start all instances with the same --tensor-parallel-size",
-    "tensor_parallel_rank": "name the control port of rank 0, the first of an instance's ports",
-}
 
 
 def fleet_findings(facts: DeploymentFacts) -> Iterator[Finding]:
@@ -52,6 +42,7 @@ def fleet_findings(facts: DeploymentFacts) -> Iterator[Finding]:
     yield from _identities(known)
     yield from _versions(known)
     yield from _layouts(known)
+    yield from compatibility_findings(known)
     yield from _transports(known)
     yield from _clocks(facts)
 
@@ -223,7 +214,7 @@ def differing_fields(ours: KVLayout, reference: KVLayout) -> list[str]:
 
 def layout_remedy(differing: Sequence[str]) -> str:
     """Return what makes the instances alike; what follows from another field is left to it."""
-    remedies = [_FIELD_REMEDIES[name] for name in differing if name in _FIELD_REMEDIES]
+    remedies = [REMEDIES[name] for name in differing if name in REMEDIES]
     return "; ".join(remedies) or "serve the same model with the same options on all instances"
 
 

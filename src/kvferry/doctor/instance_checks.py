@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from kvferry.doctor.compatibility_checks import receives_finding
 from kvferry.doctor.control_checks import answers_in, control_finding, how_it_ended, no_control
 from kvferry.doctor.facts import LOOPBACK, ControlEnd, InstanceFacts, RoutedInstance, host_of
 from kvferry.doctor.finding import Check, Finding
@@ -44,6 +45,7 @@ def instance_findings(
     if advertised is not None:
         yield advertised
     yield _capabilities(instance)
+    yield from receives_finding(instance)
     yield from _pool(instance)
 
 

@@ -42,7 +42,7 @@ _OUTCOME_REMEDIES = {
     "with the same cluster key on both",
     "slow": "look at the bandwidth between the hosts, or raise the receive timeout",
     "mismatch": "serve the same model and tokenizer under both URLs",
-    "incompatible": "make the layouts alike",
+    "incompatible": "make the instances alike, as the checks layout and compatibility say",
     "gone": "look whether the source restarts, or raise its handoff lease",
     "expired": "raise the source's handoff lease",
     "declined": "give the source more KV memory, or raise its max held share",

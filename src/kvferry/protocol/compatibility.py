@@ -45,15 +45,20 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def difference_from(self, theirs: Compatibility | None) -> IncompatiblePeerError | None:
         """Return the first difference from a peer's, None if it is not known to differ."""
-        if theirs is None:
-            return None
-        for name in self.__struct_fields__:
-            ours, other = getattr(self, name), getattr(theirs, name)
-            if name != "max_model_len" and ours and other and ours != other:
-                return IncompatiblePeerError(
-                    name, shown(name, ours), shown(name, other), remedy_for(name)
-                )
+        for name in self.differing_fields(theirs):
+            ours, other = shown(name, getattr(self, name)), shown(name, getattr(theirs, name))
+            return IncompatiblePeerError(name, ours, other, remedy_for(name))
         return None
+
+    def differing_fields(self, theirs: Compatibility | None) -> list[str]:
+        """Return the compared fields in which a peer is known to differ."""
+        if theirs is None:
+            return []
+        values = ((name, getattr(self, name), getattr(theirs, name)) for name in _COMPARED_FIELDS)
+        return [name for name, ours, other in values if ours and other and ours != other]
+
+
+_COMPARED_FIELDS = tuple(n for n in Compatibility.__struct_fields__ if n != "max_model_len")
 
 
 def require_compatible(ours: Compatibility | None, theirs: Compatibility | None) -> None:

@@ -10,7 +10,8 @@ import re
 
 RECEIVE_HEADER = "X-KVFerry-Receive"
 MAX_NOTE_BYTES = 64
-_NOTE = re.compile(rb"\n: kv_receive=([a-z_]{1,32})\n")
+_NOTE = re.compile(rb": kv_receive=([a-z_]{1,32})\n\n")
+"""Inside of a text line ends are escaped, so none of them is taken for one."""
 
 
 def stream_note(outcome: str) -> bytes:
@@ -22,3 +23,8 @@ def noted_outcome(stream: bytes) -> str:
     """Return the outcome that is noted in the end of a stream, empty where none is."""
     match = _NOTE.search(stream)
     return match[1].decode() if match is not None else ""
+
+
+def without_note(chunk: bytes) -> bytes:
+    """Return a stream's end without its note; one that is not whole in it stays."""
+    return _NOTE.sub(b"", chunk, count=1)

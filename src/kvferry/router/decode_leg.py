@@ -12,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
-from kvferry.protocol.receive_note import RECEIVE_HEADER
+from kvferry.protocol.receive_note import RECEIVE_HEADER, without_note
 from kvferry.router import answers
 from kvferry.router.answer_end import StreamEnd, is_opening, require_whole
 from kvferry.router.context import Outcome, RequestContext
@@ -108,7 +108,7 @@ class DecodeLeg:
                 answer = LegAnswer(500, {"Content-Type": "application/json"}, error)
                 detail = "its stream began with an error"
                 raise LegFailedError(LegFailure.ENGINE_ERROR, detail, answer)
-            self._see(self._first)
+            self._first = self._see(self._first)
             self._response = response
 
     async def deliver(self, waited_s: float) -> None:
@@ -165,14 +165,16 @@ class DecodeLeg:
             if not self._end.is_done:
                 raise
             return b""
-        self._see(chunk)
-        return chunk
+        return self._see(chunk)
 
-    def _see(self, chunk: bytes) -> None:
+    def _see(self, chunk: bytes) -> bytes:
+        """Look at what has come; return what of it goes to the client."""
         was_done = self._end.is_done
         self._end.see(chunk)
-        if self._end.is_done and not was_done:
-            self._note_receive(self._end.receive_outcome)
+        if not self._end.is_done or was_done:
+            return chunk
+        self._note_receive(self._end.receive_outcome)
+        return without_note(chunk)
 
     def _note_receive(self, outcome: str) -> None:
         if outcome:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.receive_note import stream_note
 from kvferry.router.answer_end import StreamEnd, is_opening, require_whole
 from kvferry.router.upstream import LegFailedError, LegFailure
 
@@ -40,6 +41,13 @@ def test_the_last_event_is_seen_however_it_is_cut(size: int) -> None:
     chunks = pieces(_EVENT + _LAST + _DONE, size)
     assert see(*chunks).is_done
     assert not see(*pieces(_EVENT + _LAST, size)).is_done
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 25, 1000])
+def test_how_a_receive_has_ended_is_seen_however_it_is_cut(size: int) -> None:
+    chunks = pieces(_EVENT + _LAST + stream_note("incompatible") + _DONE, size)
+    assert see(*chunks).receive_outcome == "incompatible"
+    assert see(*pieces(_EVENT + _LAST + _DONE, size)).receive_outcome == ""
 
 
 def test_what_comes_after_the_last_event_is_not_the_end() -> None:
