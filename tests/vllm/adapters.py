@@ -34,8 +34,13 @@ class AdapterQuestion(Question):
         return AdapterQuestion(tokens, self.max_tokens, self.salt)
 
 
+def tiny_question(num_tokens: int, seed: int) -> Question:
+    """A random prompt of the tiny model's tokens, to the model itself."""
+    return Question(_tiny_tokens(num_tokens, seed))
+
+
 def question(num_tokens: int, seed: int) -> AdapterQuestion:
-    """A random prompt of the tiny model's tokens."""
+    """The same to the adapter."""
     return AdapterQuestion(_tiny_tokens(num_tokens, seed))
 
 
