@@ -27,7 +27,6 @@ from kvferry.errors import (
     TransferFailedError,
 )
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, encode
-from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery, Renew
 from kvferry.protocol.params import Mode, PeerAddress
@@ -131,38 +130,6 @@ def refused(prefill: Side, decode: Side) -> tuple[ReceiveOutcome, str]:
     blocks, result = decode.receive(TRANSFER, prefill)
     decode.pool.drop(blocks)
     return result.outcome, result.detail
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "is_refused"),
-    [
-        (Compatibility(chat_template_digest="1"), Compatibility(chat_template_digest="2"), True),
-        (Compatibility(chat_template_digest="1"), Compatibility(tokenizer_digest="2"), False),
-        (Compatibility(chat_template_digest="1"), None, False),
-        (None, Compatibility(chat_template_digest="2"), False),
-    ],
-)
-def test_what_is_told_beyond_the_layout_is_compared(
-    ours: Compatibility | None, theirs: Compatibility | None, is_refused: bool
-) -> None:
-    prefill = make_side("prefill", compatibility=ours)
-    decode = make_side("decode", compatibility=theirs)
-    try:
-        prefill.offer(TRANSFER)
-        outcome, detail = refused(prefill, decode)
-        if is_refused:
-            assert outcome is ReceiveOutcome.INCOMPATIBLE
-            for part in ("chat_template_digest", "'1…'", "'2…'", "--chat-template"):
-                assert part in detail
-        else:
-            assert outcome is ReceiveOutcome.RECEIVED
-        info = decode.exchange.info()
-        assert (info.compatibility, info.receives) == (theirs, {outcome.value: 1})
-        prefill.port.withdraw(TRANSFER)
-        wait_whole(prefill, decode)
-    finally:
-        decode.close()
-        prefill.close()
 
 
 def test_another_layout_is_refused_naming_the_field() -> None:

@@ -48,6 +48,7 @@ class RouterFigures:
         self.leg_seconds = {role: self._group.leg_s.labels(role.value) for role in Role}
         self._declare_legs(metrics.registry)
         self._declare_handoffs(metrics.registry)
+        self._declare_receives(metrics.registry)
         self._declare_conversations(metrics.registry)
         self._declare_times(metrics.registry)
 
@@ -103,6 +104,7 @@ class RouterFigures:
         self.cancels_told = cancels.labels("told")
         self.cancels_unreachable = cancels.labels("unreachable")
 
+    def _declare_receives(self, registry: CollectorRegistry) -> None:
         self._receives = Counter(
             "kvferry_router_receives",
             "Decode legs of handoffs by how they say that their receive has ended",

@@ -140,12 +140,9 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         layout = model.layout(config.engine.block_size_tokens)
         retention = RetentionTable(pool, clock, config.engine.retention_limits())
         blocks = RenewingBlocks(pool, retention)
-        compatibility = Compatibility(
-            tokenizer_digest=tokenizer.digest,
-            chat_template_digest=tokenizer.chat_template_digest,
-            max_model_len=model.max_model_len,
+        exchange_memory = ExchangeMemory(
+            blocks, layout, transport, [memory.region], _compatibility(tokenizer, model)
         )
-        exchange_memory = ExchangeMemory(blocks, layout, transport, [memory.region], compatibility)
         exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
         engine = Engine(
@@ -165,6 +162,15 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
             metrics=metrics,
             parts=parts.pop_all(),
         )
+
+
+def _compatibility(tokenizer: Tokenizer, model: LoadedModel) -> Compatibility:
+    """Return what peers compare beyond the layout."""
+    return Compatibility(
+        tokenizer_digest=tokenizer.digest,
+        chat_template_digest=tokenizer.chat_template_digest,
+        max_model_len=model.max_model_len,
+    )
 
 
 def _create_transport(config: InstanceConfig) -> Transport:
