@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -59,16 +59,16 @@ class _Content:
 
     signature: _Signature
     digest: str
-    place: int
-    """Where vLLM had loaded it when that was read."""
+    places: set[int]
+    """Where vLLM has loaded just these weights; elsewhere it may still have earlier ones."""
+    seen: set[int] = field(default_factory=set)
+    """All places that it was named in."""
     has_changed: bool = False
     """vLLM's cache may hold KV of earlier weights under the same name and path."""
-    doubted_place: int = 0
-    """There vLLM may still have earlier weights themselves; 0: nowhere."""
 
     def is_certain(self, adapter: Adapter) -> bool:
         """Whether the adapter's KV is of these weights."""
-        is_loaded = adapter.load_inplace or adapter.lora_int_id != self.doubted_place
+        is_loaded = _is_in_place(adapter) or adapter.lora_int_id in self.places
         return is_loaded and not self.has_changed
 
 
@@ -90,7 +90,7 @@ class AdapterContents:
         """
         key = (adapter.lora_name, adapter.lora_path)
         before = self._key_of_id.setdefault(adapter.lora_int_id, key)
-        if before != key and not adapter.load_inplace:
+        if before != key and not _is_in_place(adapter):
             return ""  # A request of before: another adapter is in its place.
         if before != key:
             self._key_of_id[adapter.lora_int_id] = key
@@ -106,23 +106,25 @@ class AdapterContents:
             content.has_changed = False
 
     def _content(self, key: tuple[str, str], adapter: Adapter) -> _Content:
-        folder = _folder_of(adapter.lora_path)
+        place, folder = adapter.lora_int_id, _folder_of(adapter.lora_path)
         signature = _signature_of(folder)
         known = self._contents.get(key)
         if known is not None and known.signature == signature:
+            if place not in known.seen:
+                known.places.add(place)
+            known.seen.add(place)
             return known
         digest = _digest_of(folder, self._kind) if signature else ""
         if not digest or _signature_of(folder) != signature:
             self._tell(key, "cannot be read here as a folder of weights")
             digest = ""
         if known is None:
-            known = self._contents[key] = _Content(signature, digest, adapter.lora_int_id)
+            known = self._contents[key] = _Content(signature, digest, {place})
         elif digest != known.digest:
-            is_same_place = adapter.lora_int_id == known.place
-            known.doubted_place = known.place if is_same_place else 0
-            known.digest, known.place = digest, adapter.lora_int_id
+            known.digest, known.places = digest, set() if place in known.seen else {place}
             self._doubt(key, "has other weights than before")
         known.signature = signature
+        known.seen.add(place)
         return known
 
     def _doubt(self, key: tuple[str, str], why: str) -> None:
@@ -141,6 +143,11 @@ class AdapterContents:
                 *key,
                 why,
             )
+
+
+def _is_in_place(adapter: Adapter) -> bool:
+    # An attribute that earlier vLLMs lack: there nothing is loaded in place.
+    return bool(getattr(adapter, "load_inplace", False))
 
 
 def _folder_of(path: str) -> Path:

@@ -15,6 +15,7 @@ from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.hashing import block_hashes, chain_root, prompt_digest
 from kvferry.protocol.ids import BlockHash, TransferId
 from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign, verify
 from kvferry.protocol.version import PROTOCOL_VERSION
 
@@ -137,6 +138,12 @@ def test_the_version_and_its_history_are_current() -> None:
     assert f"now {PROTOCOL_VERSION}," in section("Versions")
     history = [int(row[0]) for row in table(section("Versions"), "version")]
     assert history == list(range(1, PROTOCOL_VERSION + 1))
+
+
+def test_how_a_receive_s_end_is_told_is_described() -> None:
+    text = section("kv_transfer_params")
+    assert f"`{RECEIVE_HEADER}`" in text
+    assert f"`{stream_note('<outcome>').decode().strip()}`" in text
 
 
 def test_the_signature_header_is_named() -> None:

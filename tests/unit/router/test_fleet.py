@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Role
 from kvferry.router.fleet import Fleet, Health
+from kvferry.router.identity import InstanceIdentity
 
 
 def test_snapshot_stays_as_it_was() -> None:
@@ -100,3 +103,52 @@ def test_an_instance_is_viewed_in_its_roles_only() -> None:
 def test_other_urls_are_refused() -> None:
     with pytest.raises(LocalProtocolError, match="http://x"):
         Fleet(["http://p"], ["http://d"]).set_health("http://x", Health.DOWN)
+
+
+def _telling(name: str, template: str) -> InstanceIdentity:
+    return InstanceIdentity(
+        instance_id=InstanceId(name),
+        epoch=Epoch(1),
+        control_address="tcp://a:1",
+        compatibility=Compatibility(chat_template_digest=template),
+    )
+
+
+def test_who_exchanges_nothing_with_whom_is_compared_when_it_is_told() -> None:
+    fleet = Fleet(["http://p"], ["http://d", "http://e"])
+    for url in fleet.urls:
+        fleet.set_health(url, Health.HEALTHY)
+    before = fleet.snapshot()
+    fleet.set_identity("http://p", _telling("p", "1"))
+    fleet.set_identity("http://d", _telling("d", "2"))
+    assert fleet.is_divided
+    snapshot = fleet.snapshot()
+    apart = {view.url: view.apart_from for view in (*snapshot.prefill, *snapshot.decode)}
+    assert apart == {
+        "http://p": {"http://d"}, "http://d": {"http://p"}, "http://e": frozenset(),
+    }  # fmt: skip
+    assert not before.decode[0].apart_from, "a snapshot stays as it was"
+    fleet.set_identity("http://d", _telling("d", "1"))
+    assert not fleet.is_divided
+
+
+@pytest.mark.parametrize("health", [Health.SUSPECT, Health.DOWN])
+def test_one_that_may_start_anew_is_apart_from_nobody(health: Health) -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    for url, template in (("http://p", "1"), ("http://d", "2")):
+        fleet.set_health(url, Health.HEALTHY)
+        fleet.set_identity(url, _telling(url, template))
+    fleet.set_health("http://d", health)
+    assert not fleet.is_divided
+    assert not fleet.snapshot().prefill[0].apart_from
+
+
+def test_differences_are_not_looked_for_again_while_nobody_says_anything_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    for url, template in (("http://p", "1"), ("http://d", "2")):
+        fleet.set_identity(url, _telling(url, template))
+    monkeypatch.setattr(InstanceIdentity, "difference_from", None)
+    fleet.set_identity("http://d", _telling("d", "2"))
+    assert fleet.is_divided

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from multidict import CIMultiDict
 
+from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress, Role
 from kvferry.router.config import ConversationConfig, ReadBack
@@ -195,6 +196,20 @@ async def test_holder_that_does_not_say_who_it_is_is_known_by_its_url(desk: _Des
     assert await desk.holder(keys) == ("http://d1", LookupResult.PREFIX)
     desk.fleet.set_health("http://d1", Health.DOWN)
     assert await desk.holder(keys) == _STALE
+
+
+async def test_nothing_is_read_back_between_instances_that_exchange_nothing(desk: _Desk) -> None:
+    desk.answer(desk.keys(_chat("a")), "http://d1")
+    keys = desk.keys(_chat("a", "b", "c"))
+    recollection, _ = await desk.recall.look_up(keys)
+    conversation = _conversation(keys, recollection)
+    prefill = desk.view("http://p", Role.PREFILL)
+    assert desk.recall.history_for(conversation, prefill) == _identity("d1").peer
+    for url, template in (("http://d1", "1"), ("http://p", "2")):
+        identity = _identity(url.removeprefix("http://"))
+        told = Compatibility(chat_template_digest=template)
+        desk.fleet.set_identity(url, msgspec.structs.replace(identity, compatibility=told))
+    assert desk.recall.history_for(conversation, desk.view("http://p", Role.PREFILL)) is None
 
 
 async def test_turns_expire_after_the_retention(desk: _Desk) -> None:

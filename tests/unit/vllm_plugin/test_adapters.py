@@ -84,6 +84,17 @@ def test_what_is_loaded_anew_is_certain_once_the_cache_is_reset(tmp_path: Path) 
     assert contents.digest(anew) not in ("", first)
 
 
+def test_who_ran_before_an_adapter_was_loaded_anew_is_never_of_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    contents, before = AdapterContents(), FakeAdapter(write_adapter(tmp_path / "p", b"one"))
+    contents.digest(before)
+    write_adapter(tmp_path / "p", b"two")
+    contents.digest(replace(before, lora_int_id=2))
+    contents.note_cache_reset()
+    assert contents.digest(before) == ""
+
+
 def test_another_path_in_place_is_certain_at_once_and_the_one_before_is_not(
     tmp_path: Path,
 ) -> None:
