@@ -23,6 +23,7 @@ from kvferry.transport.host import ProcessIdentity, is_proven_dead
 
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_OWN = 0o600
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -42,6 +43,8 @@ class Memfd:
         """Raises ``CapacityError`` if the memory is not to be had."""
         self._descriptor = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            # Made open to all; only the kernel's rules for /proc would keep other users out.
+            os.fchmod(self._descriptor, _OWN)
             os.ftruncate(self._descriptor, num_bytes)
             # Sealed, so that a peer that has mapped it cannot be killed by our shrinking it.
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)

@@ -45,6 +45,7 @@ class OrderServer:
         self.path = str(self._folder / "orders")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.path)
+        Path(self.path).chmod(0o600)
         self._socket.listen(1)
         self._lock = threading.Lock()
         self._is_closed = False

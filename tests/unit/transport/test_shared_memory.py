@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 
 import msgspec
 import pytest
@@ -75,3 +76,11 @@ def test_too_much_memory_is_a_capacity_error_and_leaves_no_descriptor() -> None:
     with pytest.raises(CapacityError):
         Memfd(2**62)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_is_open_to_nobody_else() -> None:
+    """Whatever the kernel lets other users see of this process's descriptors."""
+    memory = Memfd(4096)
+    mode = os.stat(f"/proc/self/fd/{memory.reference.descriptor}").st_mode
+    assert stat.S_IMODE(mode) == 0o600
+    memory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,9 @@ def test_a_thread_that_has_ended_by_itself_is_an_engine_error(
     server.close()
     server.check()
     client.close()
+
+
+def test_the_socket_is_for_this_user_only(server: OrderServer) -> None:
+    path = Path(server.path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
