@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError, RequestError
+from kvferry.protocol.hosts import is_loopback as is_loopback
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress, is_port
+from kvferry.protocol.user_key import UserKeyFile
 
 MIN_CLUSTER_KEY_BYTES = 32
 
@@ -25,6 +26,8 @@ class ExchangeConfig:
     advertise_host: str | None = None
     """What peers connect to; default ``control_host``."""
     cluster_key: bytes | None = None
+    user_key_file: UserKeyFile | None = None
+    """Where ``cluster_key`` is from, if it is a user's own, which counts on loopback only."""
     handoff_lease_s: float = 30.0
     renew_interval_s: float = 5.0
     """Between two heartbeats of a receiver; see ``heartbeat_interval_s``."""
@@ -65,6 +68,18 @@ class ExchangeConfig:
         """Between two heartbeats: short enough that two lost ones do not end a hold."""
         return min(self.renew_interval_s, self.handoff_lease_s / 3)
 
+    @property
+    def has_cluster_key(self) -> bool:
+        """Whether the key is one that counts beyond loopback."""
+        return self.cluster_key is not None and self.user_key_file is None
+
+    @property
+    def key_text(self) -> str:
+        """Whose key is asked for, for people; the key is not in it."""
+        if self.user_key_file is not None:
+            return str(self.user_key_file)
+        return "no key" if self.cluster_key is None else "the cluster key"
+
     def __post_init__(self) -> None:
         for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):
             _require_positive(name, getattr(self, name))
@@ -85,7 +100,7 @@ class ExchangeConfig:
             raise ConfigError(f"control_port {self.control_port} is not between 0 and 65535")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_BYTES:
             raise ConfigError(f"the cluster key must have at least {MIN_CLUSTER_KEY_BYTES} bytes")
-        if self.cluster_key is None and not is_loopback(self.control_host):
+        if not self.has_cluster_key and not is_loopback(self.control_host):
             raise ConfigError(
                 f"the control address {self.control_host} is reachable from other hosts: set a "
                 "cluster key (--cluster-key-file) or use a loopback address"
@@ -95,16 +110,6 @@ class ExchangeConfig:
 def _require_positive(name: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
         raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address; names other than ``localhost`` are not trusted."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def require_allowed(config: ExchangeConfig, peer: PeerAddress) -> None:

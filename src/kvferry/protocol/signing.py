@@ -18,6 +18,8 @@ from kvferry.protocol.ids import MAX_TRANSFER_ID_CHARS, TRANSFER_ID_PATTERN, Tra
 
 SIGNATURE_HEADER = "X-Kvferry-Signature"
 CLUSTER_KEY_VARIABLE = "KVFERRY_CLUSTER_KEY"
+SIGNATURE_VALIDITY_S = 60
+"""How long what is signed now may be on its way."""
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 4096
 
@@ -34,6 +36,19 @@ def sign(key: bytes, body: bytes, transfer_id: TransferId, expires_at_s: int) ->
     if not 0 <= expires_at_s < 10**15:
         raise LocalProtocolError(f"expiry {expires_at_s} is not a time in unix seconds")
     return f"t={expires_at_s},id={transfer_id},v1={_mac(key, body, transfer_id, expires_at_s)}"
+
+
+def signature_headers(
+    key: bytes | None, body: bytes, transfer_id: TransferId, now_s: float
+) -> dict[str, str]:
+    """Return the headers that sign ``body`` at ``now_s`` (unix seconds): none without a key.
+
+    Raises as ``sign``.
+    """
+    if key is None:
+        return {}
+    expires_at_s = int(now_s) + SIGNATURE_VALIDITY_S
+    return {SIGNATURE_HEADER: sign(key, body, transfer_id, expires_at_s)}
 
 
 def verify(key: bytes, body: bytes, header: str, now_s: float) -> TransferId:
@@ -64,9 +79,9 @@ def load_cluster_key(path: Path | None, environment: Mapping[str, str]) -> bytes
     if path is not None and value is not None:
         raise ConfigError(f"give the cluster key as a file or as {CLUSTER_KEY_VARIABLE}, not both")
     if path is not None:
-        return _checked_key(_read_key(path), str(path))
+        return checked_key(_read_key(path), str(path))
     if value is not None:
-        return _checked_key(value.encode("utf-8", "surrogateescape"), CLUSTER_KEY_VARIABLE)
+        return checked_key(value.encode("utf-8", "surrogateescape"), CLUSTER_KEY_VARIABLE)
     return None
 
 
@@ -78,7 +93,8 @@ def _read_key(path: Path) -> bytes:
         raise ConfigError(f"the cluster key cannot be read: {error}") from error
 
 
-def _checked_key(raw: bytes, source: str) -> bytes:
+def checked_key(raw: bytes, source: str) -> bytes:
+    """Return the key without its line end. Raises ``ConfigError`` if its length is wrong."""
     key = raw.removesuffix(b"\n").removesuffix(b"\r")
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ConfigError(

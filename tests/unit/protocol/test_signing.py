@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.signing import CLUSTER_KEY_VARIABLE, load_cluster_key, sign, verify
+from kvferry.protocol.signing import (
+    CLUSTER_KEY_VARIABLE,
+    SIGNATURE_HEADER,
+    load_cluster_key,
+    sign,
+    signature_headers,
+    verify,
+)
 from tests.unit.protocol.message_strategies import transfer_ids
 
 KEY = bytes(range(32))
@@ -133,3 +140,12 @@ def test_two_keys_are_one_too_many(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-such-key"):
         load_cluster_key(tmp_path / "no-such-key", {})
+
+
+def test_headers_sign_for_a_minute() -> None:
+    (name, value), *others = signature_headers(KEY, BODY, ID, 1_000.9).items()
+    assert (name, others) == (SIGNATURE_HEADER, [])
+    assert verify(KEY, BODY, value, 1_059.9) == ID
+    with pytest.raises(RemoteProtocolError, match="expired"):
+        verify(KEY, BODY, value, 1_060.0)
+    assert signature_headers(None, BODY, ID, 1_000.0) == {}

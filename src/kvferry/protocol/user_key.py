@@ -1,0 +1,179 @@
+"""The key that a user's own processes have in common on one host, where no cluster key is given.
+
+It is made at the first start, in a file that only this user can read, and counts as the cluster key
+on loopback addresses: whoever has it may be any process of this user, and no other user's. The
+caller passes the environment in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.protocol.signing import MAX_KEY_BYTES, checked_key, load_cluster_key
+
+FOLDER_VARIABLE = "XDG_STATE_HOME"
+NO_USER_KEY_OPTION = "--no-user-key"
+_FOLDER, _FILE = "kvferry", "user-key"
+_NEW_KEY_BYTES = 32
+_REMEDY = (
+    "give a cluster key (--cluster-key-file or KVFERRY_CLUSTER_KEY), or set "
+    f"{FOLDER_VARIABLE} to a folder of this user's that can be written to"
+)
+
+
+class UserKeyFile(msgspec.Struct, frozen=True):
+    """Where a user's key is, for others to be told: the key cannot be had from this."""
+
+    path: str
+    uid: int
+    key_id: str
+    """Equal for equal keys."""
+
+    def __str__(self) -> str:
+        return f"the key of uid {self.uid} in {self.path}"
+
+    @property
+    def remedy(self) -> str:
+        """What whoever has another key, or none, can do."""
+        return (
+            f"give --cluster-key-file {self.path}, the key of uid {self.uid}; as another user give "
+            "it a copy of that file, or have one cluster key on all sides"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKey:
+    """The key that this process proves to have, and asks for."""
+
+    secret: bytes = field(repr=False)
+    user_file: UserKeyFile | None = None
+    """Where it is from, if it is this user's own; None: a cluster key."""
+
+
+def find_key(
+    cluster_key_file: Path | None,
+    environment: Mapping[str, str],
+    *,
+    is_local: bool,
+    no_user_key: bool = False,
+    makes: bool = True,
+) -> OwnKey | None:
+    """Return the cluster key if one is given, else, where it counts (``is_local``), the user's own.
+
+    ``no_user_key``: have none then. ``makes``: as in ``load_user_key``. Raises ``ConfigError``.
+    """
+    cluster_key = load_cluster_key(cluster_key_file, environment)
+    if cluster_key is not None:
+        if no_user_key:
+            raise ConfigError(f"a cluster key and {NO_USER_KEY_OPTION} are given: give one of them")
+        return OwnKey(cluster_key)
+    if not is_local or no_user_key:
+        return None
+    return load_user_key(environment, makes=makes)
+
+
+def user_key_path(environment: Mapping[str, str]) -> Path:
+    """Return where the user's key is, or is to be. Raises ``ConfigError`` if no folder is named."""
+    state, home = environment.get(FOLDER_VARIABLE, ""), environment.get("HOME", "")
+    if not Path(state).is_absolute():
+        if not Path(home).is_absolute():
+            raise ConfigError(
+                f"there is no folder for this user's key: {FOLDER_VARIABLE} and HOME are not set; "
+                f"{_REMEDY}"
+            )
+        return Path(home, ".local", "state", _FOLDER, _FILE)
+    return Path(state, _FOLDER, _FILE)
+
+
+def load_user_key(environment: Mapping[str, str], *, makes: bool = True) -> OwnKey | None:
+    """Return this user's key. If there is none it is made, or else None.
+
+    All that make it at once get the same one. Raises ``ConfigError`` if it cannot be made or read,
+    or others could have read or written it.
+    """
+    path = user_key_path(environment)
+    try:
+        if makes:
+            path.parent.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        with _opened_folder(path.parent) as folder:
+            if makes and not _exists(folder):
+                _make(folder)
+            secret = _read(path, folder)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not makes:
+            return None
+        raise ConfigError(
+            f"this user's key {path} cannot be made or read: {error}; {_REMEDY}"
+        ) from (error)
+    return OwnKey(secret, UserKeyFile(str(path), os.geteuid(), key_id(secret)))
+
+
+def key_id(secret: bytes) -> str:
+    """Return what tells two users' keys apart. Not for a cluster key, which might be guessed."""
+    return hashlib.blake2b(secret, digest_size=8, person=b"kvferry-key-id").hexdigest()
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor of the folder: what is checked stays what is used."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _require_own(path, os.fstat(folder), forbidden=0o022)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _exists(folder: int) -> bool:
+    return _FILE in os.listdir(folder)
+
+
+def _read(path: Path, folder: int) -> bytes:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(_FILE, flags, dir_fd=folder), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"this user's key {path} is no file: remove it")
+        _require_own(path, status, forbidden=0o077)
+        return checked_key(file.read(MAX_KEY_BYTES + 3), str(path))
+
+
+def _make(folder: int) -> None:
+    """Write a key under another name and give it its own if there is none by then."""
+    partial = f".{_FILE}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with open(os.open(partial, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(secrets.token_hex(_NEW_KEY_BYTES).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, _FILE, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=folder)
+
+
+def _require_own(path: Path, status: os.stat_result, *, forbidden: int) -> None:
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to uid {status.st_uid}, and this process is of uid {os.geteuid()}: "
+            f"{_REMEDY}"
+        )
+    if status.st_mode & forbidden:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(
+            f"{path} has mode {mode:04o}: other users may know or replace the key; remove it, and "
+            "the next start makes another, which everything of this user has to be started anew for"
+        )

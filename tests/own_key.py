@@ -1,0 +1,30 @@
+"""The key of the user that the tests run as, and what is signed with it by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.signing import signature_headers
+from kvferry.protocol.user_key import OwnKey, load_user_key
+
+
+def own_key() -> OwnKey:
+    key = load_user_key(os.environ)
+    assert key is not None
+    return key
+
+
+def signed_body(body: bytes) -> dict[str, str]:
+    """The headers that a leg's body goes with; none for a body that names no transfer."""
+    try:
+        transfer_id = json.loads(body)["kv_transfer_params"]["transfer_id"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return signed(body, transfer_id)
+
+
+def signed(body: bytes, transfer_id: str) -> dict[str, str]:
+    return signature_headers(own_key().secret, body, TransferId(transfer_id), time.time())
