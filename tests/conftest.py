@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 
+from kvferry.protocol.signing import CLUSTER_KEY_VARIABLE
+from kvferry.protocol.user_key import FOLDER_VARIABLE
+
 _DEFAULT_SOAK_S = 20.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All processes that tests start have a user's key of their own, not that of whoever tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("state")))
+        patch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
+        yield
 
 
 @pytest.fixture

@@ -184,3 +184,17 @@ async def test_instances_that_cannot_be_told_are_given_up() -> None:
         assert (
             await world.metric("kvferry_router_transfer_cancels_total", result="unreachable") == 1
         )
+
+
+async def test_instances_with_another_key_are_not_counted_as_told() -> None:
+    async with deployment() as world:
+        world.d.takes_signatures = False
+        world.d.decode.before_headers = asyncio.Event()
+        caller = await Caller.call(world, _STREAM)
+        await world.d.wait_until(lambda: len(world.d.received) == 1)
+        await caller.leave()
+        async with asyncio.timeout(5):
+            await world.wait_settled()
+        cancels = "kvferry_router_transfer_cancels_total"
+        assert await world.metric(cancels, result="refused") == 1
+        assert await world.metric(cancels, result="told") == 1

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from kvferry.testing.tiny_model import make_tiny_model
+from tests.own_key import signed, signed_body
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,9 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 async def post(
     client: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    async with client.post(f"{url}/v1/completions", json=body) as response:
+    raw = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **signed_body(raw)}
+    async with client.post(f"{url}/v1/completions", data=raw, headers=headers) as response:
         return response.status, await response.json()
 
 
@@ -216,7 +219,12 @@ async def test_an_offer_is_given_up_on_request(
     body = {"prompt": prompt_of(100, 5), "kv_transfer_params": ask}
     await post(client, pair[0], body)
     assert (await instance(client, pair[0]))["exchange"]["num_handoffs_held"] == 1
-    async with client.delete(f"{pair[0]}/kvferry/transfers/xfer-server-2") as response:
+    url = f"{pair[0]}/kvferry/transfers/xfer-server-2"
+    async with client.delete(url) as response:
+        assert response.status == 403
+        assert "uid" in (await response.json())["error"]["message"]
+    assert (await instance(client, pair[0]))["exchange"]["num_handoffs_held"] == 1
+    async with client.delete(url, headers=signed(b"", "xfer-server-2")) as response:
         assert response.status == 204
     await wait_idle(client, pair[0])
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import click
 
+from kvferry.cli.key_options import KeyChoice, key_options
 from kvferry.cli.record_file import json_option, write_record
 
 _NOT_WELL = 1
@@ -25,11 +25,7 @@ _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
     help="The control port of a vLLM instance with FerryConnector; repeat for each. kvferry's own "
     "instances tell theirs.",
 )
-@click.option(
-    "--cluster-key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The instances' cluster key; or in KVFERRY_CLUSTER_KEY.",
-)
+@key_options
 @click.option(
     "--api-key",
     envvar="KVFERRY_API_KEY",
@@ -80,7 +76,7 @@ def doctor(
     *,
     urls: tuple[str, ...],
     controls: tuple[str, ...],
-    cluster_key_file: Path | None,
+    key_choice: KeyChoice,
     api_key: str | None,
     no_transfers: bool,
     tokens: int,
@@ -112,13 +108,16 @@ def doctor(
         format_summary,
         record_of,
     )
-    from kvferry.protocol.signing import load_cluster_key
 
+    addresses = tuple(dict.fromkeys(map(_base_url, urls)))
+    control_addresses = dict(map(_control, controls))
+    # Who only looks makes no key.
+    key = key_choice.find((*addresses, *control_addresses.values()), makes=False)
     plan = HandoffPlan(num_tokens=tokens, repeats=repeats, timeout_s=handoff_timeout_s)
     assignment = Assignment(
-        urls=tuple(dict.fromkeys(map(_base_url, urls))),
-        control_addresses=dict(map(_control, controls)),
-        cluster_key=load_cluster_key(cluster_key_file, os.environ),
+        urls=addresses,
+        control_addresses=control_addresses,
+        cluster_key=key.secret if key else None,
         api_key=api_key,
         timeout_s=timeout_s,
         handoffs=None if no_transfers else plan,

@@ -141,7 +141,14 @@ _EXCHANGE_OPTIONS = (
         "--cluster-key-file",
         type=click.Path(path_type=Path),
         help="Secret shared by all instances and routers, needed beyond loopback; "
-        "KVFERRY_CLUSTER_KEY does as well.",
+        "KVFERRY_CLUSTER_KEY does as well.  [default: on loopback the user's own key]",
+    ),
+    click.option(
+        "--no-user-key",
+        is_flag=True,
+        show_default=False,
+        help="Have no key on loopback: any user of this host may then do what peers may. For "
+        "peers and routers of releases before the user's key.",
     ),
     click.option(
         "--handoff-lease-s",
@@ -243,11 +250,21 @@ def _exchange_config(values: dict[str, Any]) -> ExchangeConfig:
     import secrets
 
     from kvferry.connector.config import ExchangeConfig
+    from kvferry.protocol.hosts import is_loopback
     from kvferry.protocol.ids import InstanceId, new_epoch
-    from kvferry.protocol.signing import load_cluster_key
+    from kvferry.protocol.user_key import find_key
 
-    key = load_cluster_key(values.pop("cluster_key_file"), os.environ)
+    key = find_key(
+        values.pop("cluster_key_file"),
+        os.environ,
+        is_local=is_loopback(values["control_host"]),
+        no_user_key=values.pop("no_user_key"),
+    )
     name = values.pop("instance_id") or f"instance-{secrets.token_hex(4)}"
     return ExchangeConfig(
-        instance_id=InstanceId(name), epoch=new_epoch(), cluster_key=key, **values
+        instance_id=InstanceId(name),
+        epoch=new_epoch(),
+        cluster_key=key.secret if key else None,
+        user_key_file=key.user_file if key else None,
+        **values,
     )

@@ -46,6 +46,7 @@ def build_command() -> click.Group:
             "engine": at("engine", "engine", "Run one instance."),
             "router": at("router", "router", "Run the router in front of running instances."),
             "doctor": at("doctor", "doctor", "Check a running deployment, and say what to do."),
+            "sign": at("sign", "sign", "Sign a request that is sent to an instance by hand."),
             "bench": at("bench", "bench", "Measure handoffs, turns, the engine, transfers."),
             "version": at("version", "version", "Show the versions of kvferry and what it uses."),
         },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.fleet_options import fleet_options
+from kvferry.cli.key_options import KeyChoice, key_options
 from kvferry.cli.router_options import conversation_options
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write {url, pid} as JSON here once listening.",
 )
-@click.option(
-    "--cluster-key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The key in this file signs what instances are told about handoffs, and opens their "
-    "control ports.",
-)
+@key_options
 @click.option(
     "--on-prefill-failure",
     default="decode",
@@ -173,7 +168,7 @@ def router(
     host: str,
     port: int,
     ready_file: Path | None,
-    cluster_key_file: Path | None,
+    key_choice: KeyChoice,
     on_prefill_failure: str,
     mode: str,
     decode_choice: str,
@@ -196,7 +191,6 @@ def router(
     import uvloop
 
     from kvferry.observe.log import configure_logging
-    from kvferry.protocol.signing import load_cluster_key
     from kvferry.router.config import (
         DecodeChoice,
         OnPrefillFailure,
@@ -205,12 +199,15 @@ def router(
     )
     from kvferry.router.service import serve
 
+    prefill, decode = _split(prefill_urls), _split(decode_urls)
+    key = key_choice.find((*prefill, *decode) if engines.uses_key else (), makes=True)
     config = RouterConfig(
-        prefill_urls=_split(prefill_urls),
-        decode_urls=_split(decode_urls),
+        prefill_urls=prefill,
+        decode_urls=decode,
         host=host,
         port=port,
-        cluster_key=load_cluster_key(cluster_key_file, os.environ),
+        cluster_key=key.secret if key else None,
+        user_key_file=key.user_file if key else None,
         on_prefill_failure=OnPrefillFailure(on_prefill_failure),
         mode=RouteMode(mode),
         decode_choice=DecodeChoice(decode_choice),

@@ -25,17 +25,19 @@ _WHICH_PORT = (
 _REMEDIES = {
     ControlEnd.NOBODY: "start the instance, or correct the address or the firewall: peers need "
     "this port as much as the doctor",
-    ControlEnd.KEY_REFUSED: "give --cluster-key-file (or KVFERRY_CLUSTER_KEY) the key that the "
-    "instance was started with or leave it out if the instance has none, or correct the port if it "
-    "is another program's",
+    ControlEnd.KEY_REFUSED: "give --cluster-key-file (or KVFERRY_CLUSTER_KEY) the instance's "
+    "cluster key, or, if it is another user's without one, a copy of the key that its log names; "
+    "give --no-user-key if it has none, or correct the port if it is another program's",
     ControlEnd.KEY_WANTED: "give the instance's cluster key by --cluster-key-file or "
-    "KVFERRY_CLUSTER_KEY, or correct the port if it is another program's",
+    "KVFERRY_CLUSTER_KEY, or, if it is another user's without one, a copy of the key that its log "
+    "names, or correct the port if it is another program's",
     ControlEnd.SILENT: "look whether the process hangs or is stopped, and whether the port is a "
     "kvferry control port of a version from this one's last",
     ControlEnd.NOT_UNDERSTOOD: "correct the port if it is another program's, or run the same "
     "kvferry version here and there",
     ControlEnd.BAD_ADDRESS: "write it as tcp://HOST:PORT, an IPv6 host in brackets",
 }
+_KEY_ENDS = (ControlEnd.KEY_REFUSED, ControlEnd.KEY_WANTED)
 
 
 def no_control(instance: InstanceFacts, routed: RoutedInstance | None) -> Finding:
@@ -60,9 +62,12 @@ def control_finding(
     check, option = Check(_CHECK, instance.name), _option(instance, routed)
     if control.end is not ControlEnd.ANSWERED or control.info is None:
         detail = f": {control.detail}" if control.detail else ""
+        remedy = _REMEDIES.get(control.end)
+        if control.end in _KEY_ENDS and instance.http.user_key is not None:
+            remedy = instance.http.user_key.remedy
         return check.failed(
             f"{control.address} {how_it_ended(control.end)}{detail}",
-            _REMEDIES.get(control.end) or f"correct the port in {option or _OPTION}: {_WHICH_PORT}",
+            remedy or f"correct the port in {option or _OPTION}: {_WHICH_PORT}",
         )
     shown = instance.http.info
     if shown is not None and (shown.instance_id, shown.epoch) != (

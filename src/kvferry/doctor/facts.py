@@ -9,9 +9,10 @@ import enum
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from kvferry.connector.config import is_loopback
+from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.user_key import UserKeyFile
 
 LOOPBACK = "loopback"
 """The one name of every loopback address: there they all mean the same host."""
@@ -82,6 +83,8 @@ class HttpFacts:
     """Why the model's name is unknown."""
     info: InstanceInfo | None = None
     """From ``GET /kvferry/instance``, which only kvferry's own engine answers."""
+    user_key: UserKeyFile | None = None
+    """Where its key is, if that is a user's own."""
     info_error: str = ""
     """That was answered, and can't be read."""
     load: LoadFacts = field(default_factory=LoadFacts)

@@ -15,11 +15,10 @@ from kvferry.doctor.facts import DeploymentFacts, InstanceFacts, RoutedInstance,
 from kvferry.doctor.finding import Check, Finding
 from kvferry.protocol.compatibility import REMEDIES
 from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.signing import SIGNATURE_VALIDITY_S
 from kvferry.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION, is_supported
 
 MAX_CLOCK_SKEW_S = 10.0
-SIGNATURE_VALIDITY_S = 60.0
-"""How long after it was made a router's signature is accepted."""
 _CLOCK_MARGIN_S = 5.0
 _HEALTHY = "healthy"
 _SUSPECT = "suspect"

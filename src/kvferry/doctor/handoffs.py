@@ -27,7 +27,7 @@ from kvferry.doctor.transfer_checks import CLIENT_NOISE_S, seems_slow
 from kvferry.errors import FerryError, MeasurementError, PeerUnreachableError
 from kvferry.protocol.ids import TransferId, new_transfer_id
 from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role, emit_params
-from kvferry.protocol.signing import SIGNATURE_HEADER, sign
+from kvferry.protocol.signing import signature_headers
 
 RECEIVED = "received"
 MIN_SHORT_TOKENS = 80
@@ -40,7 +40,6 @@ _MAX_TOKENS = 2
 """The first may come with the handoff; the second needs the blocks."""
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 3, 250
 """Ids that any vocabulary has."""
-_SIGNED_FOR_S = 60
 _COUNT_WAIT_S = 3.0
 _COUNT_INTERVAL_S = 0.1
 _Json = dict[str, Any]  # Answers of engines; what is used of them is checked.
@@ -220,6 +219,8 @@ class HandoffProbe:
             return offered
         if source.http.info is None:
             remedy = "look whether the server runs FerryConnector with kv_role kv_both"
+        elif source.http.user_key is not None:
+            remedy = source.http.user_key.remedy
         elif self._cluster_key is None:
             remedy = "give the instances' cluster key: without it their transfers are not obeyed"
         else:
@@ -259,10 +260,7 @@ class HandoffProbe:
             raise HandoffFailedError(f"{at.name} answered no JSON object: {error}") from error
 
     def _signature(self, body: bytes, transfer_id: TransferId) -> dict[str, str]:
-        if self._cluster_key is None:
-            return {}
-        expires_at_s = int(time.time()) + _SIGNED_FOR_S
-        return {SIGNATURE_HEADER: sign(self._cluster_key, body, transfer_id, expires_at_s)}
+        return signature_headers(self._cluster_key, body, transfer_id, time.time())
 
     async def _withdraw(
         self, source: InstanceFacts, transfer_id: TransferId, holder: PeerAddress | None
@@ -272,7 +270,9 @@ class HandoffProbe:
         if source.http.info is not None:
             with contextlib.suppress(PeerUnreachableError):
                 await self._client.delete(
-                    f"{source.url}/kvferry/transfers/{transfer_id}", timeout_s
+                    f"{source.url}/kvferry/transfers/{transfer_id}",
+                    timeout_s,
+                    self._signature(b"", transfer_id),
                 )
         elif holder is not None:
             offer = _held_by(source, holder, transfer_id)

@@ -51,9 +51,9 @@ class HttpClient:
         sent = {"Content-Type": "application/json", **headers}
         return await self._ask("POST", url, timeout_s, body, sent)
 
-    async def delete(self, url: str, timeout_s: float) -> Reply:
+    async def delete(self, url: str, timeout_s: float, headers: Mapping[str, str]) -> Reply:
         """Return the answer, whatever its status. Raises ``PeerUnreachableError``."""
-        return await self._ask("DELETE", url, timeout_s)
+        return await self._ask("DELETE", url, timeout_s, headers=headers)
 
     async def _ask(
         self,

@@ -14,6 +14,7 @@ from kvferry.doctor.facts import HttpFacts, LoadFacts, RoutedInstance, RouterFac
 from kvferry.doctor.http_client import HttpClient, Reply
 from kvferry.errors import PeerUnreachableError
 from kvferry.protocol.messages import InstanceInfo
+from kvferry.protocol.user_key import UserKeyFile
 
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 
@@ -49,6 +50,7 @@ class _Shown(msgspec.Struct, frozen=True):
     num_requests_waiting: int | None = None
     exchange: _Exchange | None = None
     retained: _Retained | None = None
+    user_key: UserKeyFile | None = None
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -138,6 +140,7 @@ def _routed(role: str, item: _Routed) -> RoutedInstance:
 
 def _of_kvferry(health: Reply, shown: Reply, models: Reply) -> HttpFacts:
     info, info_error = parse_info(shown.body)
+    beside = _parse_shown(shown.body) if info is not None else None
     model, models_error = _model(models)
     return HttpFacts(
         health_status=health.status,
@@ -149,7 +152,8 @@ def _of_kvferry(health: Reply, shown: Reply, models: Reply) -> HttpFacts:
         models_error=models_error,
         info=info,
         info_error=info_error,
-        load=_shown_load(shown.body) if info is not None else LoadFacts(),
+        user_key=beside.user_key if beside else None,
+        load=_shown_load(beside) if beside else LoadFacts(),
     )
 
 
@@ -179,11 +183,14 @@ def parse_info(answer: bytes) -> tuple[InstanceInfo | None, str]:
         return None, str(error)
 
 
-def _shown_load(answer: bytes) -> LoadFacts:
+def _parse_shown(answer: bytes) -> _Shown | None:
     try:
-        shown = msgspec.json.decode(answer, type=_Shown)
+        return msgspec.json.decode(answer, type=_Shown)
     except msgspec.MsgspecError:
-        return LoadFacts()
+        return None
+
+
+def _shown_load(shown: _Shown) -> LoadFacts:
     exchange = shown.exchange or _Exchange()
     return LoadFacts(
         num_requests_running=shown.num_requests_running,

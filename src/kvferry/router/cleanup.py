@@ -17,6 +17,7 @@ from kvferry.router.signer import Signer
 from kvferry.router.upstream import LegFailedError, Upstream
 
 _FIRST_PAUSE_S = 0.05
+_FORBIDDEN = 403
 _log = get_logger(__name__)
 
 
@@ -61,7 +62,7 @@ class TransferCleanup:
         headers = self._headers(transfer.transfer_id, transfer.authorization)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._tell_until_heard(url, transfer.transfer_id, headers)
+                is_obeyed = await self._tell_until_heard(url, transfer.transfer_id, headers)
         except TimeoutError:
             self._figures.cancels_unreachable.inc()
             _log.warning(
@@ -69,11 +70,19 @@ class TransferCleanup:
                 extra={"fields": {"instance": url, "transfer_id": transfer.transfer_id}},
             )
         else:
-            self._figures.cancels_told.inc()
+            if is_obeyed:
+                self._figures.cancels_told.inc()
+                return
+            self._figures.cancels_refused.inc()
+            _log.warning(
+                "an instance does not take this router's signature",
+                extra={"fields": {"instance": url, "transfer_id": transfer.transfer_id}},
+            )
 
     async def _tell_until_heard(
         self, url: str, transfer_id: TransferId, headers: CIMultiDict[str]
-    ) -> None:
+    ) -> bool:
+        """Return whether it was obeyed: not where the instance has another key."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -84,7 +93,7 @@ class TransferCleanup:
                 pass  # The instance may be restarting; the caller's deadline ends this.
             else:
                 if answer.status < 500:
-                    return
+                    return answer.status != _FORBIDDEN
             await asyncio.sleep(pause_s)
             pause_s *= 2
 

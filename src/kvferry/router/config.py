@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
+from kvferry.protocol.user_key import UserKeyFile
 from kvferry.router.engines import EngineConfig
 from kvferry.router.urls import normalise_url
 
@@ -105,6 +106,8 @@ class RouterConfig:
     cluster_key: bytes | None = None
     """Signs the legs that carry transfer parameters, and is asked for at control ports; None leaves
     legs unsigned."""
+    user_key_file: UserKeyFile | None = None
+    """Where ``cluster_key`` is from, if it is this user's own."""
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.DECODE
     mode: RouteMode = RouteMode.AUTO
     """For requests that do not ask for one themselves."""

@@ -81,6 +81,11 @@ class EngineConfig:
             return EngineKind.VLLM_NIXL_PUSH
         return EngineKind.VLLM if self.control_addresses else EngineKind.KVFERRY
 
+    @property
+    def uses_key(self) -> bool:
+        """Whether such instances know kvferry's keys."""
+        return self.resolved_kind in (EngineKind.KVFERRY, EngineKind.VLLM)
+
     def check_urls(self, prefill_urls: Collection[str], decode_urls: Collection[str]) -> None:
         """Raise ``ConfigError`` for an address of an instance that the router does not have."""
         for url in self.control_addresses:

@@ -142,7 +142,11 @@ class HealthMonitor:
             async with running_timeout(self._times.timeout_s):
                 identity = await self._identities.identify(url, known)
         except TimeoutError:
-            self._note_unknown(url, f"no answer to who it is within {self._times.timeout_s:g} s")
+            self._note_unknown(
+                url,
+                f"no answer to who it is within {self._times.timeout_s:g} s"
+                f"{self._identities.why_silent(url)}",
+            )
         except FerryError as error:
             self._fleet.set_identity(url, None)
             self._note_unknown(url, f"it cannot be asked who it is: {error}")

@@ -14,6 +14,7 @@ from kvferry.errors import ConfigError, RemoteProtocolError
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode
+from kvferry.protocol.user_key import NO_USER_KEY_OPTION, OwnKey, UserKeyFile, key_id
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import EngineConfig, EngineKind
 from kvferry.router.identity import InstanceIdentity, parse_identity
@@ -37,6 +38,10 @@ class IdentitySource(Protocol):
         """
         ...
 
+    def why_silent(self, url: str) -> str:
+        """Return what may be the reason where ``url`` does not say who it is; empty: unknown."""
+        ...
+
     def close(self) -> None:
         """Close what was opened to ask."""
         ...
@@ -45,13 +50,12 @@ class IdentitySource(Protocol):
 class AskedIdentities:
     """Instances that can be asked: by ``GET /kvferry/instance``, or at their control port."""
 
-    def __init__(
-        self, engines: EngineConfig, upstream: Upstream, cluster_key: bytes | None
-    ) -> None:
+    def __init__(self, engines: EngineConfig, upstream: Upstream, key: OwnKey | None) -> None:
         self._addresses = engines.control_addresses
         self._has_http = engines.resolved_kind is EngineKind.KVFERRY
         self._upstream = upstream
-        self._ports = _control_ports(cluster_key) if self._addresses else None
+        self._key = key
+        self._ports = _control_ports(key) if self._addresses else None
 
     async def identify(self, url: str, known: InstanceIdentity | None) -> InstanceIdentity | None:
         """Ask the control port where its address is given, else the HTTP side."""
@@ -72,7 +76,29 @@ class AskedIdentities:
         identity = parse_identity(answer.body)
         if identity is None:
             raise RemoteProtocolError(f"its GET {_INSTANCE_PATH} cannot be read, {_PULLS_ONLY}")
+        self._check_key(identity.user_key)
         return identity
+
+    def why_silent(self, url: str) -> str:
+        """A control port does not answer whoever has another key, and cannot say so."""
+        if url not in self._addresses:
+            return ""
+        if self._key is None:
+            return "; if it has a key, give --cluster-key-file the same"
+        if self._key.user_file is None:
+            return "; it may have another cluster key, or none"
+        return (
+            f"; this router has {self._key.user_file}: if the instance is another user's, give "
+            "--cluster-key-file a copy of the key that its log names; if it has none, give "
+            f"{NO_USER_KEY_OPTION}"
+        )
+
+    def _check_key(self, theirs: UserKeyFile | None) -> None:
+        """Raise ``ConfigError`` for an instance that obeys only who has another key."""
+        if theirs is not None and (self._key is None or key_id(self._key.secret) != theirs.key_id):
+            raise ConfigError(
+                f"it obeys only who has {theirs}, so it takes part in no handoffs: {theirs.remedy}"
+            )
 
     def close(self) -> None:
         """Close the control connections."""
@@ -107,6 +133,11 @@ class GivenIdentities:
             capabilities=(Mode.PULL, Mode.PUSH) if can_push else (Mode.PULL,),
         )
 
+    def why_silent(self, url: str) -> str:
+        """Nobody is asked."""
+        del url
+        return ""
+
     def close(self) -> None:
         """Nothing was opened."""
 
@@ -115,13 +146,16 @@ def identity_source(config: RouterConfig, upstream: Upstream) -> IdentitySource:
     """Return how instances of the configured kind are known."""
     if config.engines.resolved_kind in (EngineKind.VLLM_NIXL, EngineKind.VLLM_NIXL_PUSH):
         return GivenIdentities(config.engines, config.prefill_urls)
-    return AskedIdentities(config.engines, upstream, config.cluster_key)
+    key = None
+    if config.cluster_key is not None:
+        key = OwnKey(config.cluster_key, config.user_key_file)
+    return AskedIdentities(config.engines, upstream, key)
 
 
-def _control_ports(cluster_key: bytes | None) -> ControlPorts:
+def _control_ports(key: OwnKey | None) -> ControlPorts:
     from kvferry.router.control_port import ControlPorts
 
-    return ControlPorts(cluster_key)
+    return ControlPorts(None if key is None else key.secret)
 
 
 def identity_from(info: InstanceInfo) -> InstanceIdentity:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.protocol.user_key import UserKeyFile
 
 HISTORY_CAPABILITY = "history"
 _Count = Annotated[int, Meta(ge=0)]
@@ -28,6 +29,8 @@ class InstanceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     compatibility: Compatibility | None = None
     """What peers compare beyond the layout."""
     capabilities: tuple[str, ...] = ()
+    user_key: UserKeyFile | None = None
+    """Where its key is, if that is a user's own; None: it has a cluster key, none, or is older."""
     num_blocks: _Count = 0
     num_free_blocks: _Count = 0
     receives: dict[str, _Count] = {}

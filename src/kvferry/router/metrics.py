@@ -97,11 +97,12 @@ class RouterFigures:
         )
         cancels = Counter(
             "kvferry_router_transfer_cancels",
-            "Handoffs that an instance was to be told to end (result: told, unreachable)",
+            "Handoffs that an instance was to be told to end (result: told, refused, unreachable)",
             ["result"],
             registry=registry,
         )
         self.cancels_told = cancels.labels("told")
+        self.cancels_refused = cancels.labels("refused")
         self.cancels_unreachable = cancels.labels("unreachable")
 
     def _declare_receives(self, registry: CollectorRegistry) -> None:

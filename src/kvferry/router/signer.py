@@ -7,9 +7,7 @@ from collections.abc import Callable
 from multidict import CIMultiDict
 
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.signing import SIGNATURE_HEADER, sign
-
-_VALIDITY_S = 60
+from kvferry.protocol.signing import signature_headers
 
 
 class Signer:
@@ -28,7 +26,6 @@ class Signer:
         """Return ``headers`` with a signature of ``body``, or as they are without a key."""
         if self._key is None:
             return headers
-        expires_at_s = int(self._unix_time_s()) + _VALIDITY_S
         result = headers.copy()
-        result[SIGNATURE_HEADER] = sign(self._key, body, transfer_id, expires_at_s)
+        result.update(signature_headers(self._key, body, transfer_id, self._unix_time_s()))
         return result

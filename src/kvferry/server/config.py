@@ -55,7 +55,7 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         """Refuse to take ``kv_transfer_params`` from whoever reaches this host."""
-        if self.exchange.cluster_key is None and not is_loopback(self.http.host):
+        if not self.exchange.has_cluster_key and not is_loopback(self.http.host):
             raise ConfigError(
                 f"the HTTP address {self.http.host} is reachable from other hosts, and an instance "
                 "obeys kv_transfer_params: set a cluster key (--cluster-key-file) or use a "

@@ -8,6 +8,7 @@ from aiohttp import web
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import CONTENT_TYPE
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.signing import SIGNATURE_HEADER
 from kvferry.server.app_keys import SERVICE
 from kvferry.server.openai_types import DetokenizeRequest, TokenizeRequest, parse_body
 from kvferry.server.prompts import (
@@ -95,6 +96,8 @@ async def instance(request: web.Request) -> web.Response:
     info = parts.describe()
     shown = msgspec.to_builtins(info, builtin_types=(bytes,))
     shown["fingerprint"] = info.fingerprint.hex()
+    # Not the key: who has another one is told by this where it is.
+    shown["user_key"] = msgspec.to_builtins(parts.user_key_file)
     figures = parts.figures()
     shown["num_requests_running"] = figures.num_running
     shown["num_requests_waiting"] = figures.num_waiting
@@ -124,9 +127,11 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def cancel_transfer(request: web.Request) -> web.Response:
     """``DELETE /kvferry/transfers/{transfer_id}``: 204, whether or not there was anything.
 
-    Ids are unguessable, so knowing one is the right to end it.
+    403 where the instance has a key and the request is not signed with it.
     """
-    request.app[SERVICE].cancel_transfer(TransferId(request.match_info["transfer_id"]))
+    request.app[SERVICE].cancel_transfer(
+        TransferId(request.match_info["transfer_id"]), request.headers.get(SIGNATURE_HEADER)
+    )
     return web.Response(status=204)
 
 

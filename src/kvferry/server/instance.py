@@ -216,5 +216,6 @@ def _log_built(
         "num_blocks": region.num_blocks,
         "kv_cache_bytes": region.num_blocks * region.block_bytes,
         "threads": config.engine.num_threads,
+        "key": config.exchange.key_text,
     }
     _log.info("instance built", extra={"fields": fields})

@@ -151,6 +151,7 @@ def service_parts(instance: Instance, clock: Clock) -> ServiceParts:
         wall_time_s=time.time,
         http=config.http,
         cluster_key=config.exchange.cluster_key,
+        user_key_file=config.exchange.user_key_file,
     )
 
 

@@ -22,7 +22,8 @@ from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import KvTransferParams, parse_params
-from kvferry.protocol.signing import verify
+from kvferry.protocol.signing import SIGNATURE_HEADER, verify
+from kvferry.protocol.user_key import UserKeyFile
 from kvferry.server.config import HttpConfig
 from kvferry.server.errors import ShuttingDownError
 from kvferry.server.generation import EngineLike, Generation, OutputBridge
@@ -123,6 +124,8 @@ class ServiceParts:
     """Unix time, for ``created`` and for the expiry of signatures."""
     http: HttpConfig
     cluster_key: bytes | None = None
+    user_key_file: UserKeyFile | None = None
+    """Where ``cluster_key`` is from, if it is a user's own; shown to whoever asks."""
 
 
 class InstanceService:
@@ -214,20 +217,27 @@ class InstanceService:
         return params
 
     def _is_signed(self, value: object, body: bytes, signature: str | None) -> bool:
+        transfer_id = value.get("transfer_id") if isinstance(value, dict) else None
+        reason = self._why_unsigned(transfer_id, body, signature)
+        if reason:
+            _log.warning("kv_transfer_params ignored", extra={"fields": {"reason": reason}})
+        return not reason
+
+    def _why_unsigned(self, transfer_id: object, body: bytes, signature: str | None) -> str:
+        """Return why ``body`` is not signed for ``transfer_id``, and count it; empty: it is."""
         key = self.parts.cluster_key
         if key is None:
-            return True
+            return ""
         try:
             signed_id = verify(key, body, signature or "", self.parts.wall_time_s())
         except RemoteProtocolError as error:
             reason = str(error)
         else:
-            if isinstance(value, dict) and value.get("transfer_id") == signed_id:
-                return True
+            if transfer_id == signed_id:
+                return ""
             reason = "the signature is for another transfer"
         self.parts.metrics.exchange.unsigned_params.inc()
-        _log.warning("kv_transfer_params ignored", extra={"fields": {"reason": reason}})
-        return False
+        return reason
 
     def generation(self, requests: Sequence[EngineRequest]) -> Generation:
         """Return the generation of ``requests``, to be entered.
@@ -253,8 +263,19 @@ class InstanceService:
         if request.transfer is not None:
             self._live_transfers.pop(request.transfer.transfer_id, None)
 
-    def cancel_transfer(self, transfer_id: TransferId) -> None:
-        """End whatever this instance does for ``transfer_id``; unknown ids are ignored."""
+    def cancel_transfer(self, transfer_id: TransferId, signature: str | None) -> None:
+        """End whatever this instance does for ``transfer_id``; unknown ids are ignored.
+
+        Raises ``RequestError`` (403) if there is a key and ``signature`` was not made with it.
+        """
+        reason = self._why_unsigned(transfer_id, b"", signature)
+        if reason:
+            named = self.parts.user_key_file or "the cluster key"
+            raise RequestError(
+                f"{reason}: sign with {named}, in the header {SIGNATURE_HEADER}",
+                code="unsigned",
+                status=403,
+            )
         request_id = self._live_transfers.get(transfer_id)
         if request_id is not None:
             self.parts.engine.abort(request_id)

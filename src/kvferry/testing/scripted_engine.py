@@ -95,6 +95,8 @@ class ScriptedEngine:
         self.received: list[Received] = []
         self.ended: list[str] = []
         """Transfer ids that it was told to end."""
+        self.takes_signatures = True
+        """Whether it obeys who tells it to end a transfer; else as one with another key."""
         self.delete_headers: list[Mapping[str, str]] = []
         self.held: set[str] = set()
         self.registered: set[str] = set()
@@ -212,6 +214,8 @@ class ScriptedEngine:
 
     async def _end(self, request: web.Request) -> web.Response:
         transfer_id = request.match_info["transfer_id"]
+        if not self.takes_signatures:
+            return web.json_response({"error": {"code": "unsigned"}}, status=403)
         self.ended.append(transfer_id)
         self.delete_headers.append(request.headers)
         self.held.discard(transfer_id)

@@ -15,8 +15,9 @@ from msgspec import Meta
 
 from kvferry.connector.config import ExchangeConfig
 from kvferry.errors import ConfigError
+from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
-from kvferry.protocol.signing import load_cluster_key
+from kvferry.protocol.user_key import find_key
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
@@ -44,6 +45,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     the others' follow it."""
     advertise_host: Annotated[str, Meta(min_length=1)] | None = None
     cluster_key_file: Annotated[str, Meta(min_length=1)] | None = None
+    no_user_key: bool = False
+    """On loopback have no key, where none is given: any user of this host may ask."""
     transport_backend: str = "UCX"
     """NIXL's: ``UCX`` or ``LIBFABRIC``."""
     ucx_tls: Annotated[str, Meta(min_length=1)] | None = None
@@ -71,14 +74,20 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def exchange_config(self, engine_id: str, rank: WorkerRank | None = None) -> ExchangeConfig:
         """Return the options of a worker's exchange; None: the only one. Raises ``ConfigError``."""
         worker = rank or WorkerRank()
-        key_file = Path(self.cluster_key_file) if self.cluster_key_file else None
+        key = find_key(
+            Path(self.cluster_key_file) if self.cluster_key_file else None,
+            os.environ,
+            is_local=is_loopback(self.control_host),
+            no_user_key=self.no_user_key,
+        )
         return ExchangeConfig(
             instance_id=InstanceId(self.instance_id or self._default_name(engine_id)),
             epoch=worker.epoch,
             control_host=self.control_host,
             control_port=self.control_port + worker.rank,
             advertise_host=self.advertise_host,
-            cluster_key=load_cluster_key(key_file, os.environ),
+            cluster_key=key.secret if key else None,
+            user_key_file=key.user_file if key else None,
             handoff_lease_s=self.handoff_lease_s,
             receive_timeout_s=self.receive_timeout_s,
             history_timeout_s=self.history_timeout_s,

@@ -137,6 +137,7 @@ class WorkerHalf:
             exchange.address, layout.fingerprint(), self._pins.num_blocks, self._server.path
         )
         _log.info("instance %s, epoch %d, answers on %s", *_shown(self.hello))
+        _log.info("the control port takes %s", config.key_text)
 
     def begin_step(self, orders: StepOrders) -> None:
         """vLLM begins a step. Raises ``EngineError``, which ends vLLM's engine with all requests,

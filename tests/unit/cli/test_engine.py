@@ -12,6 +12,7 @@ from kvferry.errors import ConfigError
 from kvferry.server import run as server_run
 from kvferry.server.config import InstanceConfig
 from kvferry.server.run import ReadyReport
+from tests.own_key import own_key
 
 REPORT = ReadyReport(
     url="http://127.0.0.1:1234",
@@ -147,3 +148,34 @@ def test_readiness_is_printed_and_written_whole(tmp_path: Path) -> None:
         "pid": os.getpid(),
     }
     assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_on_loopback_the_users_own_key_is_the_key(started: list[InstanceConfig]) -> None:
+    invoke("m")
+    key = own_key()
+    exchange = started[0].exchange
+    assert (exchange.cluster_key, exchange.user_key_file) == (key.secret, key.user_file)
+    with pytest.raises(ConfigError, match="cluster key"):
+        invoke("m", "--host", "0.0.0.0")
+    assert len(started) == 1
+
+
+def test_one_may_do_without_a_key_on_loopback_only(started: list[InstanceConfig]) -> None:
+    invoke("m", "--no-user-key")
+    assert (started[0].exchange.cluster_key, started[0].exchange.user_key_file) == (None, None)
+    for option in ("--host", "--control-host"):
+        with pytest.raises(ConfigError, match="cluster key"):
+            invoke("m", "--no-user-key", option, "0.0.0.0")
+    assert len(started) == 1
+
+
+def test_a_start_without_a_state_folder_says_what_to_do(
+    started: list[InstanceConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="KVFERRY_CLUSTER_KEY"):
+        invoke("m")
+    monkeypatch.setenv("KVFERRY_CLUSTER_KEY", "e" * 32)
+    invoke("m")
+    assert len(started) == 1

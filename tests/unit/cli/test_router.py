@@ -14,6 +14,7 @@ from kvferry.observe import log
 from kvferry.router import service
 from kvferry.router.config import ConversationConfig, ReadBack, RouterConfig
 from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
+from tests.own_key import own_key
 
 _URLS = ("--prefill", "http://a:1", "--decode", "http://b:1")
 
@@ -114,3 +115,25 @@ def test_wrong_addresses_are_refused_by_name(
     with pytest.raises(ConfigError, match=named):
         CliRunner().invoke(router, [*_URLS, *arguments], catch_exceptions=False)
     assert served == []
+
+
+_LOCAL = ("--prefill", "http://127.0.0.1:1", "--decode", "http://10.0.0.1:1")
+
+
+def test_on_loopback_the_users_own_key_is_used(served: list[RouterConfig]) -> None:
+    assert CliRunner().invoke(router, [*_LOCAL]).exit_code == 0
+    assert CliRunner().invoke(router, [*_LOCAL, "--no-user-key"]).exit_code == 0
+    assert CliRunner().invoke(router, [*_LOCAL, "--engine", "vllm-nixl"]).exit_code == 0
+    assert _invoke() == (0, "")
+    key = own_key()
+    own, *others = served
+    assert (own.cluster_key, own.user_key_file) == (key.secret, key.user_file)
+    assert [(config.cluster_key, config.user_key_file) for config in others] == [(None, None)] * 3
+
+
+def test_a_cluster_key_goes_first(
+    served: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_CLUSTER_KEY", "e" * 32)
+    assert CliRunner().invoke(router, [*_LOCAL]).exit_code == 0
+    assert (served[0].cluster_key, served[0].user_key_file) == (b"e" * 32, None)

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.connector.config import endpoint, is_loopback
 from kvferry.errors import ConfigError
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.connector.conftest import make_config
 
 
@@ -51,3 +52,17 @@ def test_ipv6_endpoints_have_brackets() -> None:
 def test_heartbeats_fit_into_a_short_lease() -> None:
     assert make_config(handoff_lease_s=30.0).heartbeat_interval_s == 5.0
     assert make_config(handoff_lease_s=3.0).heartbeat_interval_s == 1.0
+
+
+def test_a_users_own_key_counts_on_loopback_only() -> None:
+    own = {"cluster_key": b"k" * 64, "user_key_file": UserKeyFile("/home/a/key", 7, "id")}
+    config = make_config(**own)
+    assert config.key_text == "the key of uid 7 in /home/a/key"
+    assert not config.has_cluster_key
+    with pytest.raises(ConfigError, match="set a cluster key"):
+        make_config(control_host="0.0.0.0", **own)
+
+
+def test_whose_key_it_is_can_be_told_without_telling_it() -> None:
+    assert make_config().key_text == "no key"
+    assert make_config(cluster_key=b"k" * 32).key_text == "the cluster key"

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvferry.doctor.http_client import HttpClient
 from kvferry.protocol.messages import InstanceInfo
+from kvferry.protocol.user_key import UserKeyFile
 
 Json = dict[str, Any]
 
@@ -61,6 +62,7 @@ class FakeInstance:
     """Shown among the metrics, by outcome."""
     counts: str = ""
     """The outcome that each decode leg adds to."""
+    user_key: UserKeyFile | None = None
     fleet: Json | None = None
     """Shown as a router does."""
     bodies: list[Json] = field(default_factory=list)
@@ -83,6 +85,7 @@ class FakeInstance:
 
     async def withdraw(self, request: web.Request) -> web.Response:
         self.withdrawn.append(request.match_info["id"])
+        self.headers.append(dict(request.headers))
         return web.Response(status=204)
 
     async def show(self, request: web.Request) -> web.Response:
@@ -105,7 +108,12 @@ class FakeInstance:
 
     def _shown(self, info: InstanceInfo) -> Json:
         shown: Json = msgspec.to_builtins(info, builtin_types=(bytes,))
-        return {**shown, "fingerprint": info.fingerprint.hex(), "num_requests_running": 0}
+        return {
+            **shown,
+            "fingerprint": info.fingerprint.hex(),
+            "num_requests_running": 0,
+            "user_key": msgspec.to_builtins(self.user_key),
+        }
 
     def _metrics(self) -> str:
         return "".join(

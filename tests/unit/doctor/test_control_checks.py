@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from kvferry.doctor.facts import (
+    ControlEnd,
+    ControlFacts,
     DeploymentFacts,
     HttpFacts,
     InstanceFacts,
@@ -17,6 +20,7 @@ from kvferry.doctor.facts import (
 from kvferry.doctor.finding import Finding, Result
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.doctor.deployment_facts import (
     info_of,
     instance_of,
@@ -160,3 +164,15 @@ def test_another_start_of_kvferrys_own_names_the_option_that_was_given() -> None
     other = replace(shown, control=replace(shown.control, info=X))
     finding = only_finding(well(other, instance_of(D)), Result.FAILED)
     assert finding.remedy.startswith("correct --control")
+
+
+@pytest.mark.parametrize("end", [ControlEnd.KEY_REFUSED, ControlEnd.KEY_WANTED])
+def test_of_another_users_instance_the_file_is_named(end: ControlEnd) -> None:
+    shown = instance_of(P)
+    refused = ControlFacts(address=P.control_address, end=end)
+    (finding,) = _control_findings(well(replace(shown, control=refused), instance_of(D)))
+    assert "the key that its log names" in finding.remedy
+    http = replace(shown.http, user_key=UserKeyFile("/home/a/user-key", 7, "id"))
+    named = replace(shown, http=http, control=refused)
+    (finding,) = _control_findings(well(named, instance_of(D)))
+    assert "--cluster-key-file /home/a/user-key, the key of uid 7" in finding.remedy

@@ -21,6 +21,7 @@ from kvferry.doctor.handoffs import (
 from kvferry.doctor.http_questions import HttpQuestions
 from kvferry.doctor.transfer_checks import speed_of
 from kvferry.protocol.messages import Release
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.doctor.deployment_facts import LAYOUT, MIB, info_of, instance_of, with_http
 from tests.unit.doctor.fake_instance import FakeInstance, Json, offering_as, reporting, served
 from tests.unit.doctor.served_control_port import Serve, with_info
@@ -55,7 +56,7 @@ def test_prompts_leave_room_for_an_answer() -> None:
 def _facts(instance: FakeInstance, name: str) -> InstanceFacts:
     """The instance as asked: on its control port, and over HTTP where it shows itself."""
     found = instance_of(info_of(name))
-    http = replace(found.http, info=instance.info)
+    http = replace(found.http, info=instance.info, user_key=instance.user_key)
     return replace(found, url=instance.url, http=http)
 
 
@@ -234,3 +235,16 @@ async def test_a_vllm_that_counts_nothing_is_asked_for_its_connector(
     pair = await _measure(FakeInstance(), FakeInstance())
     assert "counts no receive" in pair.error
     assert "FerryConnector" in pair.remedy
+
+
+async def test_ignored_parameters_are_traced_to_another_users_key() -> None:
+    file = UserKeyFile("/home/a/user-key", 7, "id")
+    pair = await _measure(_own("prefill", prefill=lambda _: {}, user_key=file), _own("decode"))
+    assert "--cluster-key-file /home/a/user-key, the key of uid 7" in pair.remedy
+
+
+async def test_what_is_held_is_withdrawn_with_a_signature() -> None:
+    source = _own("prefill")
+    await _measure(source, _own("decode", status=500), b"k" * 32)
+    (withdrawn,) = source.withdrawn
+    assert f"id={withdrawn}," in source.headers[-1]["X-Kvferry-Signature"]

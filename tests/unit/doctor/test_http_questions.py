@@ -14,6 +14,7 @@ from kvferry.doctor.http_questions import (
     parse_info,
     pulls_by_outcome,
 )
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.doctor.deployment_facts import info_of
 from tests.unit.doctor.fake_instance import FakeInstance, Json, served
 
@@ -95,3 +96,11 @@ async def test_a_router_shows_which_control_address_it_was_given(
     assert found is not None
     told = RoutedInstance(url="http://d:1", role="decode", health="healthy", **expected)
     assert found.fleet == (told,)
+
+
+async def test_where_a_users_key_is_is_read() -> None:
+    file = UserKeyFile("/home/a/user-key", 7, "id")
+    instance = FakeInstance(info=info_of("decode"), user_key=file)
+    async with served(instance) as client:
+        facts = await HttpQuestions(client, 30).instance(instance.url)
+    assert facts.user_key == file

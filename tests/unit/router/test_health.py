@@ -53,6 +53,9 @@ class _Nobody:
     async def identify(self, url: str, known: InstanceIdentity | None) -> InstanceIdentity | None:
         return None
 
+    def why_silent(self, url: str) -> str:
+        return ", as is its way"
+
     def close(self) -> None:
         pass
 
@@ -171,6 +174,9 @@ class _Layouts:
             fingerprint=fingerprint,
         )
 
+    def why_silent(self, url: str) -> str:
+        return ""
+
     def close(self) -> None:
         pass
 
@@ -196,3 +202,23 @@ async def test_instances_of_different_layouts_are_told_of(caplog: pytest.LogCapt
     for _ in range(2):
         await monitor.probe_all()
     assert [fleet.detail(url) for url in fleet.urls] == ["", "", ""]
+
+
+async def test_an_instance_that_does_not_say_who_it_is_is_told_of_with_the_reason() -> None:
+    world = World(_WELL)
+    nobody = _Nobody()
+
+    async def wait_for_ever(url: str, known: InstanceIdentity | None) -> InstanceIdentity | None:
+        await asyncio.Event().wait()
+        return None
+
+    nobody.identify = wait_for_ever  # type: ignore[method-assign]
+    world.monitor = HealthMonitor(
+        world.fleet,
+        cast(Upstream, world.upstream),
+        nobody,
+        world.waits,
+        ProbeTimes(60.0, 0.02),
+    )
+    await world.probe(1)
+    assert world.fleet.detail(_URL) == "no answer to who it is within 0.02 s, as is its way"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
+import msgspec
 import pytest
 from multidict import CIMultiDict
 
 from kvferry.errors import ConfigError, FerryError, RemoteProtocolError
+from kvferry.protocol.user_key import OwnKey, UserKeyFile, key_id
 from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
 from kvferry.router.identities import AskedIdentities, GivenIdentities
 from kvferry.router.identity import InstanceIdentity
@@ -93,3 +96,62 @@ async def test_without_any_control_port_vllm_is_not_asked() -> None:
     engines = EngineConfig(kind=EngineKind.VLLM)
     source = AskedIdentities(engines, cast(Upstream, _Answering(404, b"")), None)
     assert await source.identify("http://p", None) is None
+
+
+_OWN = OwnKey(b"k" * 64, UserKeyFile("/home/b/user-key", 8, key_id(b"k" * 64)))
+_THEIRS = UserKeyFile("/home/a/user-key", 7, key_id(b"t" * 64))
+
+
+def _shown(user_key: UserKeyFile | None) -> bytes:
+    return msgspec.json.encode(
+        {
+            "instance_id": "p",
+            "epoch": 1,
+            "control_address": "tcp://127.0.0.1:1",
+            "user_key": user_key,
+        }
+    )
+
+
+@pytest.mark.parametrize("key", [None, _OWN, OwnKey(b"c" * 32)])
+async def test_an_instance_with_another_users_key_says_which(key: OwnKey | None) -> None:
+    upstream = cast(Upstream, _Answering(200, _shown(_THEIRS)))
+    source = AskedIdentities(EngineConfig(), upstream, key)
+    with pytest.raises(ConfigError, match="--cluster-key-file /home/a/user-key, the key of uid 7"):
+        await source.identify("http://p", None)
+
+
+@pytest.mark.parametrize(
+    ("shown", "key"),
+    [
+        (_OWN.user_file, _OWN),
+        (_THEIRS, OwnKey(b"t" * 64)),  # a copy, named as the cluster key
+        (None, _OWN),  # an older one, or one without
+        (None, None),
+    ],
+)
+async def test_who_has_the_key_knows_the_instance(
+    shown: UserKeyFile | None, key: OwnKey | None
+) -> None:
+    upstream = cast(Upstream, _Answering(200, _shown(shown)))
+    identity = await AskedIdentities(EngineConfig(), upstream, key).identify("http://p", None)
+    assert identity is not None
+    assert identity.user_key == shown
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (None, "give --cluster-key-file the same"),
+        (OwnKey(b"c" * 32), "another cluster key, or none"),
+        (_OWN, "has the key of uid 8 in /home/b/user-key: .* --no-user-key"),
+    ],
+)
+def test_a_silent_control_port_may_have_another_key(key: OwnKey | None, words: str) -> None:
+    engines = EngineConfig(control_addresses={"http://p": "tcp://127.0.0.1:1"})
+    source = AskedIdentities(engines, cast(Upstream, _Answering(404, b"")), key)
+    try:
+        assert re.search(words, source.why_silent("http://p"))
+        assert source.why_silent("http://without-one") == ""
+    finally:
+        source.close()

@@ -29,6 +29,7 @@ from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, RequestId, Tran
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
+from kvferry.protocol.user_key import UserKeyFile
 from kvferry.server.app import HttpServer, build_app
 from kvferry.server.config import HttpConfig
 from kvferry.server.retained import RetainedFigures
@@ -352,6 +353,7 @@ async def serve(
     *,
     http: HttpConfig | None = None,
     cluster_key: bytes | None = None,
+    user_key_file: UserKeyFile | None = None,
     with_connector: bool = True,
 ) -> AsyncIterator[Served]:
     tokenizer, connector, metrics = ByteTokenizer(), FakeConnector(), Metrics()
@@ -359,16 +361,9 @@ async def serve(
     served: Served
 
     def describe() -> InstanceInfo:
+        address, fingerprint = "tcp://127.0.0.1:5556", LAYOUT.fingerprint()
         return InstanceInfo(
-            InstanceId("tiny-0"),
-            Epoch(9),
-            "tcp://127.0.0.1:5556",
-            LAYOUT.fingerprint(),
-            LAYOUT,
-            "shm",
-            ("pull",),
-            10,
-            8,
+            InstanceId("tiny-0"), Epoch(9), address, fingerprint, LAYOUT, "shm", ("pull",), 10, 8
         )
 
     parts = ServiceParts(
@@ -385,6 +380,7 @@ async def serve(
         wall_time_s=lambda: WALL_TIME_S,
         http=config,
         cluster_key=cluster_key,
+        user_key_file=user_key_file,
     )
     service = InstanceService(parts, asyncio.get_running_loop())
     server = HttpServer(build_app(service), config)

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvferry.protocol.params import (
     emit_params,
 )
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.server.fakes import (
     LAYOUT,
     PEER,
@@ -320,3 +322,42 @@ async def test_only_a_prefill_leg_shows_progress() -> None:
         status, _ = await served.post(COMPLETIONS, {"prompt": "abc", "kv_progress": True})
         assert not served.engine.requests[0].wants_progress
     assert status == 200
+
+
+async def test_with_a_key_only_who_has_it_ends_a_transfer() -> None:
+    path = "/kvferry/transfers/xfer-1"
+    async with serve(ScriptedEngine(), cluster_key=KEY) as served:
+        for headers in (
+            {},
+            signed(b"", key=b"x" * 32),
+            signed(b"", transfer="xfer-2"),
+            signed(DATA),
+        ):
+            async with served.client.delete(path, headers=headers) as response:
+                assert response.status == 403
+                error = (await response.json())["error"]
+            assert error["code"] == "unsigned"
+            assert "the cluster key, in the header X-Kvferry-Signature" in error["message"]
+        assert served.connector.withdrawn == []
+        async with served.client.delete(path, headers=signed(b"")) as response:
+            assert response.status == 204
+        assert served.connector.withdrawn == ["xfer-1"]
+        async with served.client.get("/metrics") as metrics:
+            assert "kvferry_unsigned_params_total 4.0" in await metrics.text()
+
+
+async def test_where_a_users_key_is_is_shown_and_the_key_is_not() -> None:
+    file = UserKeyFile("/home/a/key", 7, "0123456789abcdef")
+    async with (
+        serve(ScriptedEngine(), cluster_key=KEY, user_key_file=file) as served,
+        served.client.get("/kvferry/instance") as reply,
+        served.client.delete("/kvferry/transfers/xfer-1") as refusal,
+    ):
+        text = await reply.text()
+        assert "the key of uid 7 in /home/a/key" in await refusal.text()
+    assert json.loads(text)["user_key"] == {
+        "path": "/home/a/key",
+        "uid": 7,
+        "key_id": "0123456789abcdef",
+    }
+    assert KEY.decode() not in text

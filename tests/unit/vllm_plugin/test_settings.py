@@ -11,6 +11,7 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.vllm_plugin.compat import EngineFacts, check_engine, check_version, unsupported
 from kvferry.vllm_plugin.settings import PluginSettings, WorkerRank, parse_settings
+from tests.own_key import own_key
 
 _GOOD = EngineFacts(
     load_failure_policy="recompute",
@@ -154,3 +155,13 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], nam
     assert re.search(r"\(.+\)$", message), "it does not say what to do"
     with pytest.raises(ConfigError, match=named):
         check_engine(facts)
+
+
+def test_on_loopback_the_users_own_key_is_the_key() -> None:
+    config = parse_settings({}).exchange_config("a")
+    key = own_key()
+    assert (config.cluster_key, config.user_key_file) == (key.secret, key.user_file)
+    without = parse_settings({"no_user_key": True}).exchange_config("a")
+    assert (without.cluster_key, without.user_key_file) == (None, None)
+    with pytest.raises(ConfigError, match="cluster key"):
+        parse_settings({"no_user_key": True, "control_host": "0.0.0.0"}).exchange_config("a")

@@ -19,6 +19,7 @@ from kvferry.vllm_plugin.order_link import OrderClient
 from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, PartialFill, StepOrders
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.worker_side import ParkedRequests, WorkerHalf
+from tests.own_key import own_key
 from tests.unit.vllm_plugin.fake_engine import blocks
 
 _A = RequestId("a")
@@ -130,7 +131,8 @@ def test_the_log_tells_all_that_names_an_instance_to_its_peers(
 ) -> None:
     peer = half.hello.address
     assert log == [
-        f"instance {peer.instance_id}, epoch {peer.epoch}, answers on {peer.control_address}"
+        f"instance {peer.instance_id}, epoch {peer.epoch}, answers on {peer.control_address}",
+        f"the control port takes {own_key().user_file}",
     ]
 
 
