@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from typing import Any
 
+import zmq
+import zmq.asyncio
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.curve_keys import derive_curve_keys
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.signing import signature_headers
 from kvferry.protocol.user_key import OwnKey, load_user_key
@@ -17,13 +23,20 @@ def own_key() -> OwnKey:
     return key
 
 
+def prove_own_key(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> None:
+    """Have a socket reach control ports, before it connects."""
+    keys = derive_curve_keys(own_key().secret)
+    socket.curve_serverkey = keys.public
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+
+
 def signed_body(body: bytes) -> dict[str, str]:
-    """The headers that a leg's body goes with; none for a body that names no transfer."""
+    """The headers that a leg's body goes with; none for a body that names no proper transfer."""
     try:
-        transfer_id = json.loads(body)["kv_transfer_params"]["transfer_id"]
-    except (ValueError, LookupError, TypeError):
+        return signed(body, json.loads(body)["kv_transfer_params"]["transfer_id"])
+    except (ValueError, LookupError, TypeError, LocalProtocolError):
         return {}
-    return signed(body, transfer_id)
 
 
 def signed(body: bytes, transfer_id: str) -> dict[str, str]:

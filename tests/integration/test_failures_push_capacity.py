@@ -38,6 +38,7 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import Push, peer_of
+from tests.own_key import prove_own_key
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +113,7 @@ class Stranger:
         self._link = self._transport.open_link("sender", peer_writes=False)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        prove_own_key(self._socket)
         self._socket.connect(shown["control_address"])
         self._name = InstanceId("stranger")
 

@@ -32,6 +32,7 @@ from tests.integration.deployment_setup import (
     Program,
     open_deployment,
 )
+from tests.own_key import prove_own_key
 
 pytestmark = pytest.mark.slow
 
@@ -209,8 +210,6 @@ REFUSED: list[tuple[str, Json]] = [
     ("peer", {"peer": None}),
     ("vocabulary", {"first_token": {"token_id": 4_000_000, "seed": 1}}),
     ("token_id", {"first_token": {"token_id": -5, "seed": 1}}),
-    ("transfer_id", {"transfer_id": "a,b"}),
-    ("transfer_id", {"transfer_id": "x" * 1000}),
     ("role", {"role": "both"}),
     ("unknown field", {"surprise": 1}),
 ]
@@ -230,6 +229,21 @@ async def test_odd_parameters_are_refused_by_name(
     assert answer.status == 400, answer.json
     assert answer.error is not None
     assert named in answer.error["message"]
+
+
+@pytest.mark.parametrize("transfer_id", ["a,b", "x" * 1000])
+async def test_what_nobody_can_sign_is_not_obeyed(
+    client: Client, deployment: Deployment, transfer_id: str
+) -> None:
+    decode = deployment["decode"]
+    body = salted(body_of(fresh_prompt(NUM_TOKENS)))
+    right = await client.plain(decode, body)
+    offered = (await client.prefill(deployment["prefill"], body)).offered
+    unsigned = await client.metric(decode, "kvferry_unsigned_params_total")
+    answer = await client.decode(decode, body, offered | {"transfer_id": transfer_id})
+    await client.withdraw(deployment["prefill"], offered)
+    assert (answer.token_ids, answer.outcome) == (right, "")
+    assert await client.metric(decode, "kvferry_unsigned_params_total") == unsigned + 1
 
 
 async def test_a_withdrawn_offer_is_recomputed(client: Client, deployment: Deployment) -> None:
@@ -297,6 +311,7 @@ def send_garbage(address: str, rng: random.Random) -> None:
     context = zmq.Context()
     socket_ = context.socket(zmq.DEALER)
     socket_.setsockopt(zmq.LINGER, 1000)
+    prove_own_key(socket_)
     socket_.connect(address)
     for end in range(len(good)):
         socket_.send(good[:end])

@@ -14,11 +14,10 @@ import aiohttp
 import msgspec
 import zmq
 
-from kvferry.doctor.control_question import control_socket
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import InstanceInfo, InstanceQuery
 from kvferry.protocol.params import PeerAddress
-from tests.own_key import own_key
+from tests.own_key import prove_own_key
 
 REQUEST_TIMEOUT_S = 90.0
 _CONTROL_TIMEOUT_MS = 10_000
@@ -190,8 +189,9 @@ def read_back_outcome(offered: Json | None) -> str:
 
 def ask_instance(control_port: int) -> InstanceInfo:
     """Return what the instance with that control port says of itself."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = control_socket(context, own_key().secret)
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    prove_own_key(client)
     try:
         client.connect(f"tcp://127.0.0.1:{control_port}")
         client.send(encode(1, InstanceQuery()))
