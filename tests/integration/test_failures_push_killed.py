@@ -49,7 +49,12 @@ NUM_TOKENS = 240
 """15 blocks: within the share of decode's pool that may wait for a prefill's admission."""
 ANSWER_BOUND_S = 5.0
 """From a failure to the right tokens or a clear error."""
-OPTIONS = ("--transport", "nixl", "--ucx-tls", "tcp", *WIDE_OPTIONS, *SHORT_LEASE)
+OPTIONS = (
+    *("--transport", "nixl", "--ucx-tls", "tcp", "--no-user-key"),
+    *WIDE_OPTIONS,
+    *SHORT_LEASE,
+)
+"""Without a key, so that the proxy before the control port can read what passes."""
 WRITTEN_NOTICE = b"\xa7written"
 NUM_OTHER_TOKENS = 900
 """Leaves decode's pool no room for the prompt."""
