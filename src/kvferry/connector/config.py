@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvferry.errors import ConfigError, RequestError
 from kvferry.protocol.hosts import is_loopback as is_loopback
@@ -81,20 +81,11 @@ class ExchangeConfig:
         return "no key" if self.cluster_key is None else "the cluster key"
 
     def __post_init__(self) -> None:
-        for name in ("handoff_lease_s", "renew_interval_s", "control_timeout_s", "max_lease_s"):
-            _require_positive(name, getattr(self, name))
-        _require_positive("receive_timeout_s", self.receive_timeout_s)
-        _require_positive("history_timeout_s", self.history_timeout_s)
-        _require_positive("push_heartbeat_s", self.push_heartbeat_s)
-        _require_positive("prefill_timeout_s", self.prefill_timeout_s)
-        for name in (
-            "max_held_share",
-            "max_reader_share",
-            "max_history_share",
-            "max_quarantine_share",
-            "max_registered_share",
-        ):
-            if not 0 < getattr(self, name) <= 1:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name.endswith("_s") and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
+            if name.endswith("_share") and not 0 < value <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1")
         if not 0 <= self.control_port <= 65_535:
             raise ConfigError(f"control_port {self.control_port} is not between 0 and 65535")
@@ -105,11 +96,6 @@ class ExchangeConfig:
                 f"the control address {self.control_host} is reachable from other hosts: set a "
                 "cluster key (--cluster-key-file) or use a loopback address"
             )
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
 
 
 def require_allowed(config: ExchangeConfig, peer: PeerAddress) -> None:

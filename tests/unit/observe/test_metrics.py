@@ -39,6 +39,8 @@ EXCHANGE = {
     "kvferry_history_leases_total": ("outcome",),
     "kvferry_handoffs_total": ("outcome",),
     "kvferry_control_malformed_total": ("reason",),
+    "kvferry_dropped_events_total": ("role", "event"),
+    "kvferry_verified_blocks_total": ("result",),
     "kvferry_control_requests_total": ("type", "result"),
     "kvferry_unsigned_params_total": (),
 }

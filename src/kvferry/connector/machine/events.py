@@ -8,7 +8,15 @@ import msgspec
 
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Declined, Granted, Notice, Registered, Renewed
+from kvferry.protocol.messages import (
+    Declined,
+    DeclineReason,
+    FailureReason,
+    Granted,
+    Notice,
+    Registered,
+    Renewed,
+)
 from kvferry.protocol.params import PeerAddress
 
 
@@ -104,3 +112,22 @@ ReceiveSideEvent = (
     | ReadEnded
 )
 Event = ReceiveSideEvent | WriteEnded
+
+# How refusals and failures of a peer are reported to the engine and to operators.
+OUTCOME_OF_DECLINE = {
+    DeclineReason.GONE: ReceiveOutcome.GONE,
+    DeclineReason.EXPIRED: ReceiveOutcome.EXPIRED,
+    DeclineReason.MISMATCH: ReceiveOutcome.MISMATCH,
+    DeclineReason.PRESSURE: ReceiveOutcome.DECLINED,
+    DeclineReason.INCOMPATIBLE: ReceiveOutcome.INCOMPATIBLE,
+    DeclineReason.UNKNOWN_PEER: ReceiveOutcome.DECLINED,
+    DeclineReason.MALFORMED: ReceiveOutcome.FAILED,
+}
+
+OUTCOME_OF_FAILURE = {
+    FailureReason.ABORTED: ReceiveOutcome.GONE,
+    FailureReason.MISMATCH: ReceiveOutcome.MISMATCH,
+    FailureReason.EXPIRED: ReceiveOutcome.EXPIRED,
+    FailureReason.PRESSURE: ReceiveOutcome.DECLINED,
+    FailureReason.TRANSPORT: ReceiveOutcome.FAILED,
+}

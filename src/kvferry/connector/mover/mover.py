@@ -228,16 +228,32 @@ class Mover:
             else:
                 return
 
-    def _execute(self, effect: Effect) -> None:
+    def _execute(self, effect: Effect) -> None:  # noqa: C901 - one branch per effect
+        # What is decided may have to be looked after soon.
+        self._turn_s = MIN_TURN_S
         match effect:
             case Send():
                 self._outbound.send(effect)
-            case PostRead() | PostWrite():
-                self._post(effect)
-            case StartProgress() | StopProgress() | StartServing() | StopServing():
-                self._progress_or_not(effect)
-            case ContactPeer() | DisconnectPeer() | DisconnectReader():
-                self._join_or_part(effect)
+            case PostRead():
+                self._log_post("reading", effect)
+                self._reads.post(effect, self._outbound.link(effect.peer))
+            case PostWrite():
+                self._log_post("writing", effect)
+                self._writes.post(effect, self._inbound.link(effect.reader))
+            case StartProgress():
+                self._outbound.start_progress(effect.peer, effect.transfer_id)
+            case StopProgress():
+                self._outbound.stop_progress(effect.peer, effect.transfer_id)
+            case StartServing():
+                self._inbound.start_serving(effect.reader)
+            case StopServing():
+                self._inbound.stop_serving(effect.reader)
+            case ContactPeer():
+                self._outbound.contact(effect.peer)
+            case DisconnectPeer():
+                self._outbound.disconnect(effect.peer, effect.transfer_id)
+            case DisconnectReader():
+                self._disconnect_reader(effect.reader)
             case Notify():
                 self._notify(effect)
             case NotifyEngine():
@@ -263,41 +279,14 @@ class Mover:
                 if effect.duration_s is not None:
                     metrics.transfer_s.labels(effect.mode).observe(effect.duration_s)
 
-    def _post(self, effect: PostRead | PostWrite) -> None:
-        self._turn_s = MIN_TURN_S
-        num_blocks, transfer_id = len(effect.local_blocks), effect.transfer_id
-        if isinstance(effect, PostRead):
-            _logger.debug("reading %d blocks of %s", num_blocks, transfer_id)
-            self._reads.post(effect, self._outbound.link(effect.peer))
-        else:
-            _logger.debug("writing %d blocks of %s", num_blocks, transfer_id)
-            self._writes.post(effect, self._inbound.link(effect.reader))
+    def _log_post(self, doing: str, effect: PostRead | PostWrite) -> None:
+        _logger.debug("%s %d blocks of %s", doing, len(effect.local_blocks), effect.transfer_id)
 
-    def _progress_or_not(
-        self, effect: StartProgress | StopProgress | StartServing | StopServing
-    ) -> None:
-        self._turn_s = MIN_TURN_S
-        match effect:
-            case StartProgress():
-                self._outbound.start_progress(effect.peer, effect.transfer_id)
-            case StopProgress():
-                self._outbound.stop_progress(effect.peer, effect.transfer_id)
-            case StartServing():
-                self._inbound.start_serving(effect.reader)
-            case StopServing():
-                self._inbound.stop_serving(effect.reader)
-
-    def _join_or_part(self, effect: ContactPeer | DisconnectPeer | DisconnectReader) -> None:
-        match effect:
-            case ContactPeer():
-                self._outbound.contact(effect.peer)
-            case DisconnectPeer():
-                self._outbound.disconnect(effect.peer, effect.transfer_id)
-            case DisconnectReader():
-                link = self._inbound.link(effect.reader)
-                if link is not None:
-                    self._writes.end_link(link)
-                    self._inbound.drop(effect.reader)
+    def _disconnect_reader(self, reader: str) -> None:
+        link = self._inbound.link(reader)
+        if link is not None:
+            self._writes.end_link(link)
+            self._inbound.drop(reader)
 
     def _notify(self, effect: Notify) -> None:
         identity = self._inbound.route(effect.transfer_id)

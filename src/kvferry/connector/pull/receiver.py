@@ -15,8 +15,13 @@ from kvferry.connector.machine.effects import (
     PostRead,
     Send,
 )
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE
+from kvferry.connector.machine.events import (
+    OUTCOME_OF_DECLINE,
+    AcquireAnswered,
+    PeerLost,
+    ReadEnded,
+    ReadStatus,
+)
 from kvferry.connector.ports import HISTORY_MODE, PromptIdentity, ReceiveOutcome
 from kvferry.connector.pull.table import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
 from kvferry.connector.transfers.context import RoleContext

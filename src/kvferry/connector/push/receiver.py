@@ -17,6 +17,8 @@ from kvferry.connector.machine.effects import (
     StopProgress,
 )
 from kvferry.connector.machine.events import (
+    OUTCOME_OF_DECLINE,
+    OUTCOME_OF_FAILURE,
     Noticed,
     PeerLost,
     PeerQuiet,
@@ -24,7 +26,6 @@ from kvferry.connector.machine.events import (
     ReleaseAnswered,
     RenewAnswered,
 )
-from kvferry.connector.machine.outcomes import OUTCOME_OF_DECLINE, OUTCOME_OF_FAILURE
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.connector.push.table import (
     PUSH_RECEIVER,
