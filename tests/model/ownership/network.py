@@ -1,0 +1,487 @@
+"""What lies between the instances: sessions, links and posted transfers, all at the walk's mercy.
+
+Stands for the mover of each instance. A session keeps what one transfer's receiver says in order
+where the order matters; everything else may be late, lost, repeated and overtaken. Nothing lands on
+a link after both its ends are proven quiet; until then, anything posted may.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.clock import Clock
+from kvferry.protocol.ids import InstanceId, TransferId
+from kvferry.protocol.messages import (
+    Declined,
+    DeclineReason,
+    Granted,
+    Message,
+    Notice,
+    decline,
+)
+from kvferry.protocol.params import PeerAddress
+from tests.model.ownership import driven as ferry
+from tests.model.ownership.driven import Driven, Effect, Event, Sendable
+from tests.model.ownership.oracle import Copy, Oracle, Promise
+
+REST_S = 1.0
+CONTROL_TIMEOUT_S = 2.0
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request on its way; ``effect`` None: the handshake."""
+
+    effect: Sendable | None
+    sent_s: float
+
+
+@dataclass(eq=False)
+class Answer:
+    """A reply on its way back, or a notice (``flight`` None)."""
+
+    flight: Flight | None
+    message: Message | None
+
+
+@dataclass(eq=False)
+class Session:
+    """One handshake of ``asker`` with ``peer``, and the link that it made."""
+
+    asker: InstanceId
+    peer: PeerAddress
+    requests: list[Flight] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    outbox: list[Sendable] = field(default_factory=list)
+    awaited: list[Flight] = field(default_factory=list)
+    pushes: set[TransferId] = field(default_factory=set)
+    late_releases: list[ferry.SendRelease] = field(default_factory=list)
+    is_ready: bool = False
+    is_lost: bool = False
+    lost_at_s: float = 0.0
+    was_ready: bool = False
+    is_link_closed: bool = False
+    """At the asker's end; what was posted may land until it is quiet."""
+    is_quiet: bool = False
+
+    def deliverable(self) -> list[Flight]:
+        """Return the requests that may arrive next: what ends a transfer overtakes nothing of it,
+        and nothing overtakes the handshake."""
+        arriving: list[Flight] = []
+        for index, flight in enumerate(self.requests):
+            earlier = self.requests[:index]
+            if not any(_keeps_back(e.effect, flight.effect) for e in earlier):
+                arriving.append(flight)
+        return arriving
+
+    def may_be_repeated(self, flight: Flight) -> bool:
+        """Whether a second copy asks for nothing that its sender has given up meanwhile.
+
+        No transport of control messages repeats; so this is only about what the protocol says is
+        safe to repeat.
+        """
+        if flight.effect is None or isinstance(flight.effect, ferry.SendAcquireHistory):
+            return False
+        return isinstance(flight.effect, ferry.SendRelease | ferry.SendRenew) or not any(
+            isinstance(f.effect, ferry.SendRelease)
+            and f.effect.transfer_id == flight.effect.transfer_id
+            for f in self.requests
+        )
+
+
+def _keeps_back(earlier: Sendable | None, later: Sendable | None) -> bool:
+    if earlier is None or later is None:
+        return True
+    is_end = isinstance(earlier, ferry.SendRelease) or isinstance(later, ferry.SendRelease)
+    return is_end and earlier.transfer_id == later.transfer_id
+
+
+@dataclass(eq=False)
+class Running:
+    """A posted READ or WRITE."""
+
+    poster: InstanceId
+    effect: ferry.PostRead | ferry.PostWrite
+    session: Session
+    copy: Copy
+    is_doomed: bool = False
+    """Its link is gone at the poster's end: it cannot end well."""
+
+
+@dataclass
+class Network:
+    """The movers of all instances."""
+
+    clock: Clock
+    oracle: Oracle
+    planners: dict[InstanceId, Driven]
+    sessions: dict[tuple[InstanceId, InstanceId], Session] = field(default_factory=dict)
+    """By asker and peer."""
+    links: dict[tuple[InstanceId, str], Session] = field(default_factory=dict)
+    """By the asked instance and the reader's name there: whose handshake it took last."""
+    routes: dict[tuple[InstanceId, TransferId], tuple[Session, str]] = field(default_factory=dict)
+    replaced: list[Session] = field(default_factory=list)
+    """Lost ones, of which something may still arrive until the next handshake does."""
+    running: list[Running] = field(default_factory=list)
+    unquiet: list[Session] = field(default_factory=list)
+    """Links that are closed at the asker's end, and not proven quiet."""
+    serving: Counter[InstanceId] = field(default_factory=Counter)
+    _decided: deque[tuple[InstanceId, Effect]] = field(default_factory=deque)
+    _is_pumping: bool = False
+
+    def call(self, name: InstanceId, method: str, *args: object, **options: object) -> Any:  # noqa: ANN401 - that of any method
+        """Call the planner of ``name``; do what it decides; return its answer."""
+        answer, effects = self.planners[name].call(method, *args, **options)
+        self._decided.extend((name, effect) for effect in effects)
+        self._pump()
+        return answer
+
+    def tell(self, name: InstanceId, event: Event) -> None:
+        """The mover of ``name`` reports ``event``."""
+        self.call(name, "handle", event)
+
+    def _pump(self) -> None:
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            while self._decided:
+                self._execute(*self._decided.popleft())
+        finally:
+            self._is_pumping = False
+
+    def _execute(self, name: InstanceId, effect: Effect) -> None:
+        match effect:
+            case _ if isinstance(effect, Sendable):
+                self._send(name, effect)
+            case ferry.ContactPeer():
+                self._session(name, effect.peer)
+            case ferry.Notify():
+                self._notify(name, effect)
+            case ferry.PostRead():
+                self._post_read(name, effect)
+            case ferry.PostWrite():
+                self._post_write(name, effect)
+            case ferry.DisconnectPeer():
+                self._disconnect_peer(name, effect)
+            case ferry.DisconnectReader():
+                self._disconnect_reader(name, effect.reader)
+            case ferry.StopProgress():
+                session = self.sessions.get((name, effect.peer.instance_id))
+                if session is not None:
+                    session.pushes.discard(effect.transfer_id)
+            case ferry.StartServing():
+                self.serving[name] += 1
+            case ferry.StopServing():
+                self.serving[name] -= 1
+            case _:
+                pass
+
+    # -- sessions -------------------------------------------------------------------------------
+    def _session(self, name: InstanceId, peer: PeerAddress) -> Session:
+        session = self.sessions.get((name, peer.instance_id))
+        if session is not None:
+            is_resting = self.clock.monotonic_s() - session.lost_at_s < REST_S
+            if not session.is_lost or is_resting or not session.is_link_closed:
+                return session
+        new = self.sessions[name, peer.instance_id] = Session(name, peer)
+        if session is not None:
+            new.outbox += session.late_releases
+            self.replaced.append(session)
+        greeting = Flight(None, self.clock.monotonic_s())
+        new.requests.append(greeting)
+        new.awaited.append(greeting)
+        return new
+
+    def _send(self, name: InstanceId, effect: Sendable) -> None:
+        session = self._session(name, effect.peer)
+        if session.is_ready:
+            self._submit(session, effect)
+        elif not session.is_lost:
+            session.outbox.append(effect)
+        elif isinstance(effect, ferry.SendRelease):
+            self._keep_release(session, effect)
+        else:
+            self.tell(name, _lost(effect.transfer_id))
+            self._tell_unsent(session, effect)
+
+    def _submit(self, session: Session, effect: Sendable) -> None:
+        flight = Flight(effect, self.clock.monotonic_s())
+        session.requests.append(flight)
+        session.awaited.append(flight)
+        if isinstance(effect, ferry.SendRegister):
+            session.pushes.add(effect.transfer_id)
+
+    def _keep_release(self, session: Session, release: ferry.SendRelease) -> None:
+        if session.was_ready:
+            session.late_releases.append(release)
+
+    def _tell_unsent(self, session: Session, effect: Sendable) -> None:
+        is_register = isinstance(effect, ferry.SendRegister)
+        if is_register and effect.transfer_id not in session.pushes:
+            self.tell(session.asker, ferry.PeerQuiet(effect.transfer_id))
+
+    def overdue(self) -> list[Session]:
+        """Return the sessions whose peer owes an answer for too long."""
+        sent_before_s = self.clock.monotonic_s() - CONTROL_TIMEOUT_S
+        return [
+            session
+            for session in self.sessions.values()
+            if any(flight.sent_s < sent_before_s for flight in session.awaited)
+        ]
+
+    def lose(self, session: Session) -> None:
+        """The peer owes an answer for too long, or does not know the asker any more."""
+        if session.is_lost:
+            return
+        session.is_lost, session.is_ready = True, False
+        session.lost_at_s = self.clock.monotonic_s()
+        unsent = list(session.outbox)
+        effects = [f.effect for f in session.awaited if f.effect is not None] + unsent
+        waiting = dict.fromkeys(
+            [e.transfer_id for e in effects if not isinstance(e, ferry.SendRelease)]
+            + sorted(session.pushes)
+        )
+        for effect in effects:
+            if isinstance(effect, ferry.SendRelease):
+                self._keep_release(session, effect)
+        session.awaited.clear()
+        session.outbox.clear()
+        session.answers.clear()
+        for transfer_id in waiting:
+            self.tell(session.asker, _lost(transfer_id))
+        for effect in unsent:
+            self._tell_unsent(session, effect)
+        self._retire(session)
+
+    def _retire(self, session: Session) -> None:
+        if session.is_lost and not session.is_link_closed and not self._reads_of(session):
+            self._close_link(session)
+
+    def _close_link(self, session: Session) -> None:
+        session.is_link_closed = True
+        self.unquiet.append(session)
+
+    def _reads_of(self, session: Session) -> list[Running]:
+        return [
+            r
+            for r in self.running
+            if r.session is session and isinstance(r.effect, ferry.PostRead)
+        ]
+
+    def tear_down(self, session: Session) -> None:
+        """The asker's end of the link goes, with all that uses it."""
+        self.lose(session)
+        if not session.is_link_closed:
+            self._close_link(session)
+        for read in self._reads_of(session):
+            read.is_doomed = True
+
+    def go_quiet(self, session: Session) -> None:
+        """Nothing that was posted on a closed link can land any more, and the asker knows."""
+        self.unquiet.remove(session)
+        session.is_quiet = True
+        for running in self.running:
+            if running.session is session:
+                running.copy.left.clear()
+        for read in self._reads_of(session):
+            self._end(read, is_done=False)
+        for transfer_id in sorted(session.pushes):
+            self.tell(session.asker, ferry.PeerQuiet(transfer_id))
+
+    # -- messages -------------------------------------------------------------------------------
+    def on_the_way(self) -> list[tuple[Session, Flight]]:
+        """Return the requests that may arrive next."""
+        sessions = [*self.sessions.values(), *self.replaced]
+        return [(s, flight) for s in sessions for flight in s.deliverable()]
+
+    def on_the_way_back(self) -> list[tuple[Session, Answer]]:
+        """Return the replies and notices that may arrive next."""
+        return [(s, answer) for s in self.sessions.values() for answer in s.answers]
+
+    def arrive(self, session: Session, flight: Flight) -> None:
+        """A request reaches the peer, whose answer goes on its way."""
+        asked = session.peer.instance_id
+        reader = self._reader_name(session)
+        if flight.effect is None:
+            self.call(asked, "lose_reader", reader)
+            earlier = self.links.get((asked, reader))
+            self._doom_writes(earlier)
+            self.links[asked, reader] = session
+            self.replaced = [r for r in self.replaced if not _is_replaced(r, session)]
+            session.answers.append(Answer(flight, None))
+            return
+        reply = self._ask(session, reader, flight.effect)
+        if not session.is_lost:
+            session.answers.append(Answer(flight, reply))
+
+    def _ask(self, session: Session, reader: str, effect: Sendable) -> Message:
+        asked, transfer_id = session.peer.instance_id, effect.transfer_id
+        message = ferry.to_message(effect, self.planners[session.asker].hello)
+        if not isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
+            self._note_route(session, reader, effect)
+        is_known = (asked, reader) in self.links
+        match effect:
+            case ferry.SendRenew():
+                return self.call(asked, "answer_renew", message)
+            case ferry.SendRelease():
+                reply = self.call(asked, "answer_release", reader, message)
+                self.oracle.break_promise(asked, session.asker, transfer_id)
+                return reply
+            case _ if not is_known:
+                return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
+            case ferry.SendRegister():
+                return self.call(asked, "answer_register", reader, message)
+        reply = self.call(asked, "answer_acquire", reader, message)
+        if isinstance(reply, Granted):
+            promise = Promise(reply, self.clock.monotonic_s() + reply.duration_s)
+            self.oracle.grant(asked, session.asker, transfer_id, promise)
+        return reply
+
+    def _note_route(self, session: Session, reader: str, effect: Sendable) -> None:
+        key = (session.peer.instance_id, effect.transfer_id)
+        registered = self.routes[key][1] if key in self.routes else ""
+        if isinstance(effect, ferry.SendRegister):
+            registered = reader
+        elif isinstance(effect, ferry.SendRelease) and registered not in ("", reader):
+            return
+        self.routes[key] = (session, registered)
+
+    def _notify(self, name: InstanceId, effect: ferry.Notify) -> None:
+        session, _ = self.routes.get((name, effect.transfer_id), (None, ""))
+        if session is not None and not session.is_lost:
+            session.answers.append(Answer(None, effect.notice))
+
+    def come_back(self, session: Session, answer: Answer) -> None:
+        """A reply or a notice reaches the asker."""
+        flight, message = answer.flight, answer.message
+        if flight is None:
+            assert isinstance(message, Notice)
+            notice = ferry.Noticed(message.transfer_id, session.peer, message)
+            self.tell(session.asker, notice)
+            return
+        if flight in session.awaited:
+            session.awaited.remove(flight)
+        if flight.effect is None:
+            session.is_ready = session.was_ready = True
+            outbox, session.outbox = session.outbox, []
+            for effect in outbox:
+                self._submit(session, effect)
+        elif isinstance(message, Declined) and message.reason is DeclineReason.UNKNOWN_PEER:
+            session.awaited.append(flight)
+            self.lose(session)
+        else:
+            self.tell(session.asker, _answered(flight, flight.effect, message))
+
+    # -- transfers ------------------------------------------------------------------------------
+    def _post_read(self, name: InstanceId, effect: ferry.PostRead) -> None:
+        now_s, peer = self.clock.monotonic_s(), effect.peer.instance_id
+        session = self.sessions.get((name, peer))
+        if session is None or session.is_link_closed:
+            failed = ferry.ReadStatus.FAILED
+            self.tell(name, ferry.ReadEnded(effect.transfer_id, failed, now_s))
+            return
+        copy = self.oracle.post_read(name, peer, effect, now_s)
+        self.running.append(Running(name, effect, session, copy))
+
+    def _post_write(self, name: InstanceId, effect: ferry.PostWrite) -> None:
+        session = self.links.get((name, effect.reader))
+        if session is None:
+            self.tell(name, ferry.WriteEnded(effect.transfer_id, effect.write_id, is_done=False))
+            return
+        copy = self.oracle.post_write(
+            name, session.asker, effect, self.clock.monotonic_s(), can_land=not session.is_quiet
+        )
+        self.running.append(Running(name, effect, session, copy))
+
+    def may_succeed(self, running: Running) -> bool:
+        """Whether ``running`` can end well."""
+        return not running.is_doomed and not running.session.is_quiet
+
+    def end(self, running: Running, *, is_done: bool, is_corrupt: bool = False) -> None:
+        """A transfer becomes terminal. One that fails takes its link along."""
+        if is_done:
+            while running.copy.left:
+                self.oracle.land(running.copy, 0)
+            self._end(running, is_done=True, is_corrupt=is_corrupt)
+        elif isinstance(running.effect, ferry.PostRead):
+            self.tear_down(running.session)
+        else:
+            self._end(running, is_done=False)
+            reader = running.effect.reader
+            if self.links.get((running.poster, reader)) is running.session:
+                self._disconnect_reader(running.poster, reader)
+                self.call(running.poster, "lose_reader", reader)
+
+    def _end(self, running: Running, *, is_done: bool, is_corrupt: bool = False) -> None:
+        self.running.remove(running)
+        self.oracle.end(running.copy)
+        effect = running.effect
+        if isinstance(effect, ferry.PostWrite):
+            self.tell(
+                running.poster, ferry.WriteEnded(effect.transfer_id, effect.write_id, is_done)
+            )
+            return
+        status = ferry.ReadStatus.DONE if is_done else ferry.ReadStatus.FAILED
+        if is_corrupt:
+            status = ferry.ReadStatus.CORRUPT
+        now_s = self.clock.monotonic_s()
+        self.tell(running.poster, ferry.ReadEnded(effect.transfer_id, status, now_s, 1))
+        self._retire(running.session)
+
+    def _disconnect_peer(self, name: InstanceId, effect: ferry.DisconnectPeer) -> None:
+        session = self.sessions.get((name, effect.peer.instance_id))
+        if session is None or session.is_link_closed:
+            return
+        reads = self._reads_of(session)
+        if effect.transfer_id in session.pushes or any(
+            r.effect.transfer_id == effect.transfer_id for r in reads
+        ):
+            self.tear_down(session)
+
+    def _disconnect_reader(self, name: InstanceId, reader: str) -> None:
+        session = self.links.pop((name, reader), None)
+        if session is None:
+            return
+        for write in self._writes_on(session):
+            self._end(write, is_done=False)
+
+    def _doom_writes(self, session: Session | None) -> None:
+        for write in self._writes_on(session):
+            write.is_doomed = True
+
+    def _writes_on(self, session: Session | None) -> list[Running]:
+        return [
+            r
+            for r in self.running
+            if r.session is session and isinstance(r.effect, ferry.PostWrite)
+        ]
+
+    def _reader_name(self, session: Session) -> str:
+        return f"{session.asker}/{self.planners[session.asker].hello.epoch}"
+
+
+def _is_replaced(earlier: Session, later: Session) -> bool:
+    return (earlier.asker, earlier.peer) == (later.asker, later.peer)
+
+
+def _lost(transfer_id: TransferId) -> ferry.PeerLost:
+    return ferry.PeerLost(transfer_id, ferry.ReceiveOutcome.UNREACHABLE, "")
+
+
+_EVENT_OF: dict[type, Callable[..., Event]] = {
+    ferry.SendRegister: ferry.RegisterAnswered,
+    ferry.SendRenew: ferry.RenewAnswered,
+}
+
+
+def _answered(flight: Flight, effect: Sendable, reply: Any) -> Event:  # noqa: ANN401 - of its kind
+    if isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
+        return ferry.AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
+    if isinstance(effect, ferry.SendRelease):
+        is_quiet = getattr(reply, "is_quiet", False)
+        return ferry.ReleaseAnswered(effect.transfer_id, is_quiet)
+    return _EVENT_OF[type(effect)](effect.transfer_id, reply)
