@@ -114,6 +114,7 @@ class Driven:
     """One instance's planner."""
 
     def __init__(self, name: InstanceId, epoch: Epoch, blocks: RenewingBlocks, clock: Clock) -> None:
+        self.blocks = blocks
         self.hello = Hello(name, epoch, LAYOUT, "walk", b"")
         config = ExchangeConfig(
             instance_id=name,

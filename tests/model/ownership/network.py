@@ -37,6 +37,8 @@ class Flight:
 
     effect: Sendable | None
     sent_s: float
+    is_copy: bool = False
+    """It has arrived before."""
 
 
 @dataclass(eq=False)
@@ -58,6 +60,8 @@ class Session:
     outbox: list[Sendable] = field(default_factory=list)
     awaited: list[Flight] = field(default_factory=list)
     pushes: set[TransferId] = field(default_factory=set)
+    over: set[TransferId] = field(default_factory=set)
+    """Transfers of which the asker, or the peer, wants nothing more."""
     late_releases: list[ferry.SendRelease] = field(default_factory=list)
     is_ready: bool = False
     is_lost: bool = False
@@ -68,35 +72,19 @@ class Session:
     is_quiet: bool = False
 
     def deliverable(self) -> list[Flight]:
-        """Return the requests that may arrive next: what ends a transfer overtakes nothing of it,
-        and nothing overtakes the handshake."""
+        """Return the requests that may arrive next: those of one transfer come in order, copies of
+        what has arrived at any time, and nothing before the handshake."""
         arriving: list[Flight] = []
         for index, flight in enumerate(self.requests):
-            earlier = self.requests[:index]
-            if not any(_keeps_back(e.effect, flight.effect) for e in earlier):
+            if not any(_keeps_back(earlier, flight) for earlier in self.requests[:index]):
                 arriving.append(flight)
         return arriving
 
-    def may_be_repeated(self, flight: Flight) -> bool:
-        """Whether a second copy asks for nothing that its sender has given up meanwhile.
 
-        No transport of control messages repeats; so this is only about what the protocol says is
-        safe to repeat.
-        """
-        if flight.effect is None or isinstance(flight.effect, ferry.SendAcquireHistory):
-            return False
-        return isinstance(flight.effect, ferry.SendRelease | ferry.SendRenew) or not any(
-            isinstance(f.effect, ferry.SendRelease)
-            and f.effect.transfer_id == flight.effect.transfer_id
-            for f in self.requests
-        )
-
-
-def _keeps_back(earlier: Sendable | None, later: Sendable | None) -> bool:
-    if earlier is None or later is None:
+def _keeps_back(earlier: Flight, later: Flight) -> bool:
+    if earlier.effect is None or later.effect is None:
         return True
-    is_end = isinstance(earlier, ferry.SendRelease) or isinstance(later, ferry.SendRelease)
-    return is_end and earlier.transfer_id == later.transfer_id
+    return not earlier.is_copy and earlier.effect.transfer_id == later.effect.transfer_id
 
 
 @dataclass(eq=False)
@@ -158,7 +146,7 @@ class Network:
             case _ if isinstance(effect, Sendable):
                 self._send(name, effect)
             case ferry.ContactPeer():
-                self._session(name, effect.peer)
+                self.contact(name, effect.peer)
             case ferry.Notify():
                 self._notify(name, effect)
             case ferry.PostRead():
@@ -196,6 +184,10 @@ class Network:
         new.awaited.append(greeting)
         return new
 
+    def contact(self, name: InstanceId, peer: PeerAddress) -> None:
+        """``name`` shakes hands with ``peer``, unless that was done."""
+        self._session(name, peer)
+
     def _send(self, name: InstanceId, effect: Sendable) -> None:
         session = self._session(name, effect.peer)
         if session.is_ready:
@@ -214,6 +206,8 @@ class Network:
         session.awaited.append(flight)
         if isinstance(effect, ferry.SendRegister):
             session.pushes.add(effect.transfer_id)
+        elif isinstance(effect, ferry.SendRelease):
+            session.over.add(effect.transfer_id)
 
     def _keep_release(self, session: Session, release: ferry.SendRelease) -> None:
         if session.was_ready:
@@ -302,19 +296,41 @@ class Network:
         """Return the replies and notices that may arrive next."""
         return [(s, answer) for s in self.sessions.values() for answer in s.answers]
 
+    def repeat(self, session: Session, flight: Flight) -> None:
+        """``flight``, which arrives now, may come once more. What must not is not repeated."""
+        if flight.effect is not None and not isinstance(flight.effect, ferry.SendAcquireHistory):
+            session.requests.append(Flight(flight.effect, flight.sent_s, is_copy=True))
+
+    def _is_pointless(self, session: Session, flight: Flight) -> bool:
+        """Whether a copy asks for what its sender, or the router, has given up meanwhile.
+
+        No control connection repeats anything; this is about what is said to be safe to repeat.
+        """
+        effect = flight.effect
+        if not flight.is_copy or not isinstance(effect, ferry.SendRegister):
+            return False
+        _, registered = self.routes.get((session.peer.instance_id, effect.transfer_id), (None, ""))
+        is_another = registered != self._reader_name(session)
+        return is_another or effect.transfer_id in session.over or session.is_lost
+
     def arrive(self, session: Session, flight: Flight) -> None:
         """A request reaches the peer, whose answer goes on its way."""
         asked = session.peer.instance_id
         reader = self._reader_name(session)
+        if self._is_pointless(session, flight):
+            return
         if flight.effect is None:
             self.call(asked, "lose_reader", reader)
             earlier = self.links.get((asked, reader))
             self._doom_writes(earlier)
             self.links[asked, reader] = session
             self.replaced = [r for r in self.replaced if not _is_replaced(r, session)]
-            session.answers.append(Answer(flight, None))
+            if not session.is_lost:
+                session.answers.append(Answer(flight, None))
             return
         reply = self._ask(session, reader, flight.effect)
+        if isinstance(reply, Declined):
+            session.over.add(flight.effect.transfer_id)
         if not session.is_lost:
             session.answers.append(Answer(flight, reply))
 

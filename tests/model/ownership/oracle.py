@@ -88,6 +88,7 @@ class Oracle:
     copies: list[Copy] = field(default_factory=list)
     source_changes: dict[TransferId, int] = field(default_factory=dict)
     """How often a prefill has told of other blocks than before, or of none."""
+    written_last: dict[TransferId, Targets] = field(default_factory=dict)
 
     def set_aside(
         self,
@@ -161,6 +162,9 @@ class Oracle:
             effect.transfer_id, self.memories[sender], targets, pairs, lambda: math.inf
         )
         change = self.source_changes.get(effect.transfer_id, 0)
+        if self.written_last.get(effect.transfer_id) is not targets:
+            targets.posted.clear()  # another registration was obeyed meanwhile
+        self.written_last[effect.transfer_id] = targets
         for source, target in pairs:
             key = (target, source, copy.source.times_given[source], change)
             if key in targets.posted:
