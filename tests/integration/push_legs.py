@@ -35,6 +35,7 @@ class Push:
     body: Json
     transfer_id: str
     peer: Json
+    bound_s: float = 3 * BOUND_S
 
     def begin_prefill(self, prefill: Program) -> asyncio.Task[Answer]:
         params = {"transfer_id": self.transfer_id, "role": "prefill", "mode": "push"}
@@ -52,7 +53,7 @@ class Push:
 
     def _begin(self, program: Program, params: Json) -> asyncio.Task[Answer]:
         body = self.body | {"kv_transfer_params": params}
-        return asyncio.create_task(self.client.post(program, body, bound_s=3 * BOUND_S))
+        return asyncio.create_task(self.client.post(program, body, bound_s=self.bound_s))
 
     async def wait_writing(self, prefill: Program, since: int) -> None:
         """Return as soon as prefill has posted a WRITE after byte ``since`` of its log."""

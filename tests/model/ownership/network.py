@@ -287,10 +287,10 @@ class Network:
             self.tell(session.asker, ferry.PeerQuiet(transfer_id))
 
     # -- messages -------------------------------------------------------------------------------
-    def on_the_way(self) -> list[tuple[Session, Flight]]:
-        """Return the requests that may arrive next."""
+    def on_the_way(self, *, copies: bool = False) -> list[tuple[Session, Flight]]:
+        """Return the requests that may arrive next, for the first time or once more."""
         sessions = [*self.sessions.values(), *self.replaced]
-        return [(s, flight) for s in sessions for flight in s.deliverable()]
+        return [(s, f) for s in sessions for f in s.deliverable() if f.is_copy == copies]
 
     def on_the_way_back(self) -> list[tuple[Session, Answer]]:
         """Return the replies and notices that may arrive next."""

@@ -13,22 +13,20 @@ from kvferry.protocol.params import Mode
 from tests.model.ownership.engine import Phase
 from tests.model.ownership.world import BUSIEST_FIRST, DECODES, NUM_BLOCKS, PEERS, World
 
-FATES = (*("arrive",) * 40, *("repeat",) * 5, "lose")
-CHOICES = st.lists(st.integers(0, 2**24 - 1), min_size=1, max_size=16)
-"""Each is one thing that happens, and the seed of its details."""
+FATES = (*("arrive",) * 40, *("repeat",) * 10, "lose")
 
 
 class OwnershipWalk(World):
     """A prefill instance and two decode instances, of which each holds what it has answered."""
 
-    @rule(choices=CHOICES)
-    def things_happen(self, choices: list[int]) -> None:
+    @rule(seed=st.integers(0, 2**24 - 1), num_things=st.integers(1, 32))
+    def things_happen(self, seed: int, num_things: int) -> None:
         """Mostly what is most of an instance's life, and now and then what should not be."""
-        for choice in choices:
-            dice = random.Random(choice)
+        dice = random.Random(seed)
+        for _ in range(num_things):
             able = [(act, weight) for act, weight, can in ACTIONS if can(self)]
             (act,) = dice.choices([a for a, _ in able], [w for _, w in able])
-            note(f"{act.__name__} {choice}")
+            note(act.__name__)
             self.has_failed = True
             act(self, dice)
             self.transfers_touch_their_own_only()
@@ -93,6 +91,11 @@ class OwnershipWalk(World):
             self.network.repeat(session, flight)
         if fate != "lose":
             self.network.arrive(session, flight)
+
+    def request_comes_again(self, dice: random.Random) -> None:
+        session, flight = dice.choice(self.network.on_the_way(copies=True))
+        session.requests.remove(flight)
+        self.network.arrive(session, flight)
 
     def answer_travels(self, dice: random.Random) -> None:
         session, answer = dice.choice(self.network.on_the_way_back())
@@ -179,6 +182,7 @@ ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]]
     (_W.cache_is_reset, 0.3, bool),
     (_W.pool_is_short, 0.3, bool),
     (_W.request_travels, 18, lambda walk: walk.network.on_the_way()),
+    (_W.request_comes_again, 1.5, lambda walk: walk.network.on_the_way(copies=True)),
     (_W.answer_travels, 18, lambda walk: walk.network.on_the_way_back()),
     (_W.block_is_copied, 5, lambda walk: walk.network.running),
     (_W.transfer_ends, 7, lambda walk: walk.network.running),

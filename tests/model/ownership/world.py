@@ -169,7 +169,10 @@ class World(RuleBasedStateMachine):
     def settle(self, asker: InstanceId, peer: InstanceId) -> None:
         """All that is on the way between two instances arrives."""
         session = self.network.sessions.get((asker, peer))
-        while session is not None and (arriving := session.deliverable()):
+        while session is not None:
+            arriving = [f for f in session.deliverable() if not f.is_copy]
+            if not arriving:
+                return
             session.requests.remove(arriving[0])
             self.network.arrive(session, arriving[0])
             while session.answers:
@@ -181,9 +184,11 @@ class World(RuleBasedStateMachine):
         transfer_id = self._new_handoff(dice.choice(TEXTS), Mode.PUSH)
         decode = self._begin_decode(transfer_id, name, dice.randrange(4))
         prefill = self._begin_prefill(transfer_id, None)
-        is_late = dice.random() < 0.3
-        if is_late:
+        if dice.random() < 0.3:  # decode is late, or was chosen late
             self.compute(PREFILL, prefill, num_tokens)
+            if dice.random() < 0.3 and prefill.phase is Phase.RUNNING:
+                self.engines[PREFILL].preempt(prefill, is_told=dice.random() < 0.5)
+                self.engines[PREFILL].grab(dice.randrange(NUM_BLOCKS))
         self.compute(name, decode, 0)
         self.settle(name, PREFILL)
         self.compute(PREFILL, prefill, num_tokens)
