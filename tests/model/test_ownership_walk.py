@@ -3,20 +3,17 @@
 Every block carries whose tokens it holds. Whatever happens: what a posted READ or WRITE may still
 copy is right and lands in blocks that nobody else has, what is received is the receiver's own
 prompt's, a cache never finds another's, and in the end all pools are whole.
+``test_ownership_mutants`` shows that it would be seen otherwise.
 """
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.ownership.walk import OwnershipWalk
-
-SETTINGS = settings(max_examples=250, stateful_step_count=50, deadline=None)
-
-OwnershipWalk.TestCase.settings = SETTINGS
+from tests.model.ownership.walk import SETTINGS, OwnershipWalk
 
 
 @pytest.mark.slow
-class TestOwnershipWalk(OwnershipWalk.TestCase):  # type: ignore[name-defined,misc]
-    """See ``OwnershipWalk``."""
+def test_nobody_gets_anybody_elses_tokens() -> None:
+    run_state_machine_as_test(OwnershipWalk, settings=SETTINGS)

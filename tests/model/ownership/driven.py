@@ -113,7 +113,9 @@ _NEITHER = {"pause_send"}
 class Driven:
     """One instance's planner."""
 
-    def __init__(self, name: InstanceId, epoch: Epoch, blocks: RenewingBlocks, clock: Clock) -> None:
+    def __init__(
+        self, name: InstanceId, epoch: Epoch, blocks: RenewingBlocks, clock: Clock
+    ) -> None:
         self.blocks = blocks
         self.hello = Hello(name, epoch, LAYOUT, "walk", b"")
         config = ExchangeConfig(

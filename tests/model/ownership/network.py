@@ -261,9 +261,7 @@ class Network:
 
     def _reads_of(self, session: Session) -> list[Running]:
         return [
-            r
-            for r in self.running
-            if r.session is session and isinstance(r.effect, ferry.PostRead)
+            r for r in self.running if r.session is session and isinstance(r.effect, ferry.PostRead)
         ]
 
     def tear_down(self, session: Session) -> None:
@@ -290,7 +288,12 @@ class Network:
     def on_the_way(self, *, copies: bool = False) -> list[tuple[Session, Flight]]:
         """Return the requests that may arrive next, for the first time or once more."""
         sessions = [*self.sessions.values(), *self.replaced]
-        return [(s, f) for s in sessions for f in s.deliverable() if f.is_copy == copies]
+        return [
+            (session, flight)
+            for session in sessions
+            for flight in session.deliverable()
+            if flight.is_copy == copies and not self._is_pointless(session, flight)
+        ]
 
     def on_the_way_back(self) -> list[tuple[Session, Answer]]:
         """Return the replies and notices that may arrive next."""
@@ -317,8 +320,6 @@ class Network:
         """A request reaches the peer, whose answer goes on its way."""
         asked = session.peer.instance_id
         reader = self._reader_name(session)
-        if self._is_pointless(session, flight):
-            return
         if flight.effect is None:
             self.call(asked, "lose_reader", reader)
             earlier = self.links.get((asked, reader))

@@ -158,9 +158,7 @@ class Oracle:
         if targets is None:
             raise OwnershipError(f"{effect} goes to blocks that {receiver} has never registered")
         pairs = list(zip(effect.local_blocks, effect.remote_blocks, strict=True))
-        copy = Copy(
-            effect.transfer_id, self.memories[sender], targets, pairs, lambda: math.inf
-        )
+        copy = Copy(effect.transfer_id, self.memories[sender], targets, pairs, lambda: math.inf)
         change = self.source_changes.get(effect.transfer_id, 0)
         if self.written_last.get(effect.transfer_id) is not targets:
             targets.posted.clear()  # another registration was obeyed meanwhile

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from hypothesis import note
+from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvferry.protocol.params import Mode
 from tests.model.ownership.engine import Phase
-from tests.model.ownership.world import BUSIEST_FIRST, DECODES, NUM_BLOCKS, PEERS, World
+from tests.model.ownership.world import BUSIEST_FIRST, DECODES, NUM_BLOCKS, PEERS, PREFILL, World
 
+SETTINGS = settings(max_examples=150, stateful_step_count=30, deadline=None)
 FATES = (*("arrive",) * 40, *("repeat",) * 10, "lose")
 
 
@@ -66,6 +67,24 @@ class OwnershipWalk(World):
             engine, request = picked
             engine.give_back(request)
             engine.grab(dice.randrange(4))
+
+    def a_push_is_registered_anew(self, dice: random.Random) -> None:
+        """Decode needed the blocks for a moment; it has others now."""
+        known = {r.transfer_id for r in self.engines[PREFILL].requests}
+        pushes = [
+            (name, request)
+            for name in DECODES
+            for request in self.engines[name].requests
+            if request.phase is Phase.RECEIVING and request.transfer_id in known
+        ]
+        if not pushes:
+            return
+        name, request = dice.choice(pushes)
+        self.settle(name, PREFILL, dice)
+        if request.phase is Phase.RECEIVING and request.mode is Mode.PUSH:
+            self.engines[name].give_back(request)
+        self.compute(name, request, 0)
+        self.settle(name, PREFILL, dice)
 
     def engine_catches_up(self, dice: random.Random) -> None:
         self.engines[dice.choice(BUSIEST_FIRST)].catch_up()
@@ -175,14 +194,15 @@ ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]]
     (_W.engine_works, 24, bool),
     (_W.engine_preempts, 2, bool),
     (_W.client_leaves, 1, bool),
-    (_W.blocks_are_given_back, 2.5, bool),
+    (_W.blocks_are_given_back, 1.5, bool),
+    (_W.a_push_is_registered_anew, 3, bool),
     (_W.engine_catches_up, 1.5, bool),
     (_W.engine_collects, 6, bool),
     (_W.others_work, 3, bool),
     (_W.cache_is_reset, 0.3, bool),
     (_W.pool_is_short, 0.3, bool),
     (_W.request_travels, 18, lambda walk: walk.network.on_the_way()),
-    (_W.request_comes_again, 1.5, lambda walk: walk.network.on_the_way(copies=True)),
+    (_W.request_comes_again, 5, lambda walk: walk.network.on_the_way(copies=True)),
     (_W.answer_travels, 18, lambda walk: walk.network.on_the_way_back()),
     (_W.block_is_copied, 5, lambda walk: walk.network.running),
     (_W.transfer_ends, 7, lambda walk: walk.network.running),

@@ -16,7 +16,7 @@ from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.model.ownership.content import Memory, Text
-from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven
+from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven, SendRegister
 from tests.model.ownership.engine import Engine, Kind, Phase, Request
 from tests.model.ownership.network import Network, Session
 from tests.model.ownership.oracle import Oracle
@@ -84,12 +84,12 @@ class World(RuleBasedStateMachine):
                 self.settle(asker, peer)
 
     # -- arrivals -------------------------------------------------------------------------------
+    def _has_room(self, *names: InstanceId) -> bool:
+        return all(len(self.engines[name].requests) < MAX_LIVE_REQUESTS for name in names)
+
     def _add(self, name: InstanceId, request: Request) -> Request:
-        if len(self.engines[name].requests) < MAX_LIVE_REQUESTS:
-            peer = PEERS[PREFILL] if request.kind is Kind.DECODE else None
-            self.engines[name].add(request, peer)
-        else:
-            request.phase = Phase.ENDED
+        peer = PEERS[PREFILL] if request.kind is Kind.DECODE else None
+        self.engines[name].add(request, peer)
         return request
 
     def _begin_plain(self, name: InstanceId, text: Text, num_answers: int) -> Request:
@@ -104,9 +104,7 @@ class World(RuleBasedStateMachine):
         )  # fmt: skip
         return self._add(PREFILL, request)
 
-    def _begin_decode(
-        self, transfer_id: TransferId, name: InstanceId, num_answers: int
-    ) -> Request:
+    def _begin_decode(self, transfer_id: TransferId, name: InstanceId, num_answers: int) -> Request:
         handoff = self.handoffs[transfer_id]
         handoff.receivers.add(name)
         request = Request(
@@ -131,18 +129,22 @@ class World(RuleBasedStateMachine):
         return self._new_handoff(dice.choice(TEXTS), dice.choice(MODES))
 
     def plain_arrives(self, dice: random.Random) -> None:
-        self._begin_plain(dice.choice(BUSIEST_FIRST), dice.choice(TEXTS), dice.randrange(4))
+        name = dice.choice(BUSIEST_FIRST)
+        if self._has_room(name):
+            self._begin_plain(name, dice.choice(TEXTS), dice.randrange(4))
 
     def prefill_arrives(self, dice: random.Random) -> None:
         """Of a handoff that decode knows already, or of a new one."""
-        transfer_id = self._chosen([t for t, h in self.handoffs.items() if not h.has_prefill], dice)
-        self._begin_prefill(transfer_id, dice.choice([*DECODES, None, None]))
+        if self._has_room(PREFILL):
+            known = [t for t, h in self.handoffs.items() if not h.has_prefill]
+            self._begin_prefill(self._chosen(known, dice), dice.choice([*DECODES, None, None]))
 
     def decode_arrives(self, dice: random.Random) -> None:
         """Of a handoff that prefill knows already, another decode instance even, or of a new one."""
         name = dice.choice(DECODES)
-        known = [t for t, h in self.handoffs.items() if name not in h.receivers]
-        self._begin_decode(self._chosen(known, dice), name, dice.randrange(4))
+        if self._has_room(name):
+            known = [t for t, h in self.handoffs.items() if name not in h.receivers]
+            self._begin_decode(self._chosen(known, dice), name, dice.randrange(4))
 
     def _pick(
         self, dice: random.Random, names: Sequence[InstanceId], *phases: Phase
@@ -166,14 +168,19 @@ class World(RuleBasedStateMachine):
         if request.step_end is not None:
             engine.end_step(request)
 
-    def settle(self, asker: InstanceId, peer: InstanceId) -> None:
-        """All that is on the way between two instances arrives."""
+    def settle(
+        self, asker: InstanceId, peer: InstanceId, dice: random.Random | None = None
+    ) -> None:
+        """All that is on the way between two instances arrives, some of it not for the last time."""
         session = self.network.sessions.get((asker, peer))
         while session is not None:
             arriving = [f for f in session.deliverable() if not f.is_copy]
             if not arriving:
                 return
             session.requests.remove(arriving[0])
+            is_register = isinstance(arriving[0].effect, SendRegister)
+            if dice is not None and is_register and dice.random() < 0.5:
+                self.network.repeat(session, arriving[0])
             self.network.arrive(session, arriving[0])
             while session.answers:
                 self.network.come_back(session, session.answers.pop(0))
@@ -181,6 +188,8 @@ class World(RuleBasedStateMachine):
     def a_push_gets_under_way(self, dice: random.Random) -> None:
         """Walks that end before a WRITE teach little."""
         name, num_tokens = dice.choice(DECODES), BLOCK_TOKENS * dice.randint(1, 4)
+        if not self._has_room(PREFILL, name):
+            return
         transfer_id = self._new_handoff(dice.choice(TEXTS), Mode.PUSH)
         decode = self._begin_decode(transfer_id, name, dice.randrange(4))
         prefill = self._begin_prefill(transfer_id, None)
@@ -190,26 +199,30 @@ class World(RuleBasedStateMachine):
                 self.engines[PREFILL].preempt(prefill, is_told=dice.random() < 0.5)
                 self.engines[PREFILL].grab(dice.randrange(NUM_BLOCKS))
         self.compute(name, decode, 0)
-        self.settle(name, PREFILL)
+        self.settle(name, PREFILL, dice)
         self.compute(PREFILL, prefill, num_tokens)
 
     def a_read_gets_under_way(self, dice: random.Random) -> None:
         """Walks that end before a READ teach little."""
         name = dice.choice(DECODES)
+        if not self._has_room(PREFILL, name):
+            return
         transfer_id = self._new_handoff(dice.choice(TEXTS), Mode.PULL)
         self.compute(PREFILL, self._begin_prefill(transfer_id, None), 100)
         self.compute(name, self._begin_decode(transfer_id, name, dice.randrange(4)), 0)
-        self.settle(name, PREFILL)
+        self.settle(name, PREFILL, dice)
 
     def a_read_back_gets_under_way(self, dice: random.Random) -> None:
         """One instance has answered a first turn, and another prefills the next."""
         name, (first, second) = dice.choice(DECODES), dice.choice(CONVERSATIONS)
+        if not self._has_room(PREFILL, name):
+            return
         answer = self._begin_plain(name, first, dice.randint(1, 3))
         for _ in range(4):
             self.compute(name, answer, 100)
         transfer_id = self._new_handoff(second, dice.choice(MODES))
         self.compute(PREFILL, self._begin_prefill(transfer_id, name), 0)
-        self.settle(PREFILL, name)
+        self.settle(PREFILL, name, dice)
 
     # -- what is true always, and in the end ----------------------------------------------------
     def transfers_touch_their_own_only(self) -> None:
