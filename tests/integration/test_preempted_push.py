@@ -1,7 +1,7 @@
 """A prefill that is preempted before decode registers is pushed from its new blocks, never the old.
 
 Three older generations take the blocks that it had computed into, and write them over; only then
-decode's leg comes, as it does where decode was chosen late, stood still or had no room. Whatever was
+decode's leg comes, as it does where decode was chosen late, stood still or had no room. What was
 ready before the preemption is another request's by now.
 """
 
@@ -122,7 +122,8 @@ async def test_a_preempted_prefill_is_pushed_from_its_new_blocks(
     # Otherwise it was registered before the prefill was preempted, or after it was done.
     assert await num_waiting(client, prefill) > 0
     assert not sending.done()
-    sent, answer, *_ = await asyncio.gather(sending, receiving, *running)
+    sent, answer = await asyncio.gather(sending, receiving)
+    await asyncio.gather(*running)
     assert answer.token_ids == right
     assert answer.outcome == "received"
     assert sent.token_ids == right[:1]

@@ -1,4 +1,4 @@
-"""What a block holds, told apart from how anybody finds it: the truth that the walk compares with."""
+"""What a block holds, whatever finds it: the truth that the walk compares with."""
 
 from __future__ import annotations
 

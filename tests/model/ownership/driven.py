@@ -1,4 +1,4 @@
-"""The connector's pure half as the walk drives it: all that the walk knows of ``connector`` is here.
+"""The connector's pure half as the walk drives it; all that is known of ``connector`` is here.
 
 One call goes in by name; its answer and what is to be done come out, however the connector hands
 them over.

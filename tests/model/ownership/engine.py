@@ -1,9 +1,9 @@
 """An engine without a model, and without manners.
 
 It shares prefixes, computes in chunks, preempts, aborts and resets when the walk says so. It drops
-its references first and tells the connector later, or not before it is asked; what it has dropped is
-given to others and written over at once. It lies in nothing else: what it hands to the connector is
-its own at that moment, and a step has completed.
+its references first and tells the connector later; what it has dropped is given to others and
+written over at once. It lies in nothing else: what it hands to the connector is its own at that
+moment, and a step has completed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.model.ownership.content import Memory, Text
 from tests.model.ownership.driven import BLOCK_TOKENS
 from tests.model.ownership.network import Network
 
+NO_TRANSFER = TransferId("")
 END = ferry.PrefillEnd(FirstToken(7, 1))
 
 
@@ -52,7 +53,7 @@ class Request:
     text: Text
     kind: Kind = Kind.PLAIN
     mode: Mode = Mode.PULL
-    transfer_id: TransferId = TransferId("")
+    transfer_id: TransferId = NO_TRANSFER
     history: PeerAddress | None = None
     num_answers: int = 0
     """Tokens to generate and to keep."""

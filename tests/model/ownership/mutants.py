@@ -1,6 +1,7 @@
 """Ways in which the connector, or an engine, would give somebody another's tokens.
 
-Each changes the real code for one test. All that the mutants know of the connector's insides is here.
+Each changes the real code for one test. All that is known here of the connector's insides is in
+this file.
 """
 
 from __future__ import annotations
@@ -84,9 +85,10 @@ def _forget_generation(
     def forgets(self: PushSender, reader: str, message: Register) -> Any:  # noqa: ANN401
         send = self._sends.get(message.transfer_id)
         current = send.registration if send is not None else None
-        if send is not None and current is not None and current.reader == reader:
-            if is_forgotten(current.generation, message):
-                send.registration = None
+        is_its_own = current is not None and current.reader == reader
+        if send is not None and current is not None and is_its_own:
+            is_old_news = is_forgotten(current.generation, message)
+            send.registration = None if is_old_news else current
         return register(self, reader, message)
 
     patch.setattr(PushSender, "register", forgets)
@@ -98,7 +100,7 @@ def a_push_leaves_quarantine_in_time(patch: pytest.MonkeyPatch) -> None:
         push.FillState.CLOSED, (push.FillAction.LEAVE_QUARANTINE, push.FillAction.STOP_PROGRESS)
     )
     key = (push.FillState.QUARANTINED, push.FillEvent.GRACE_OVER)
-    patch.setitem(push.PUSH_RECEIVER.rules, key, leaves)  # type: ignore[arg-type]
+    patch.setitem(push.PUSH_RECEIVER.rules, key, leaves)
 
 
 def a_read_leaves_quarantine_in_time(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def a_read_leaves_quarantine_in_time(patch: pytest.MonkeyPatch) -> None:
         (pull.ReceiveAction.LEAVE_QUARANTINE, pull.ReceiveAction.SEND_RELEASE),
     )
     key = (pull.ReceiveState.QUARANTINED, pull.ReceiveEvent.GRACE_OVER)
-    patch.setitem(pull.RECEIVER.rules, key, leaves)  # type: ignore[arg-type]
+    patch.setitem(pull.RECEIVER.rules, key, leaves)
 
 
 def nothing_enters_quarantine(patch: pytest.MonkeyPatch) -> None:

@@ -8,95 +8,28 @@ a link after both its ends are proven quiet; until then, anything posted may.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.clock import Clock
 from kvferry.protocol.ids import InstanceId, TransferId
-from kvferry.protocol.messages import (
-    Declined,
-    DeclineReason,
-    Granted,
-    Message,
-    Notice,
-    decline,
-)
+from kvferry.protocol.messages import Declined, DeclineReason, Granted, Notice, decline
 from kvferry.protocol.params import PeerAddress
 from tests.model.ownership import driven as ferry
 from tests.model.ownership.driven import Driven, Effect, Event, Sendable
-from tests.model.ownership.oracle import Copy, Oracle, Promise
+from tests.model.ownership.links import (
+    Answer,
+    Flight,
+    Running,
+    Session,
+    answered_event,
+    is_replaced,
+    lost_event,
+)
+from tests.model.ownership.oracle import Oracle, Promise
 
 REST_S = 1.0
 CONTROL_TIMEOUT_S = 2.0
-
-
-@dataclass(eq=False)
-class Flight:
-    """A request on its way; ``effect`` None: the handshake."""
-
-    effect: Sendable | None
-    sent_s: float
-    is_copy: bool = False
-    """It has arrived before."""
-
-
-@dataclass(eq=False)
-class Answer:
-    """A reply on its way back, or a notice (``flight`` None)."""
-
-    flight: Flight | None
-    message: Message | None
-
-
-@dataclass(eq=False)
-class Session:
-    """One handshake of ``asker`` with ``peer``, and the link that it made."""
-
-    asker: InstanceId
-    peer: PeerAddress
-    requests: list[Flight] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    outbox: list[Sendable] = field(default_factory=list)
-    awaited: list[Flight] = field(default_factory=list)
-    pushes: set[TransferId] = field(default_factory=set)
-    over: set[TransferId] = field(default_factory=set)
-    """Transfers of which the asker, or the peer, wants nothing more."""
-    late_releases: list[ferry.SendRelease] = field(default_factory=list)
-    is_ready: bool = False
-    is_lost: bool = False
-    lost_at_s: float = 0.0
-    was_ready: bool = False
-    is_link_closed: bool = False
-    """At the asker's end; what was posted may land until it is quiet."""
-    is_quiet: bool = False
-
-    def deliverable(self) -> list[Flight]:
-        """Return the requests that may arrive next: those of one transfer come in order, copies of
-        what has arrived at any time, and nothing before the handshake."""
-        arriving: list[Flight] = []
-        for index, flight in enumerate(self.requests):
-            if not any(_keeps_back(earlier, flight) for earlier in self.requests[:index]):
-                arriving.append(flight)
-        return arriving
-
-
-def _keeps_back(earlier: Flight, later: Flight) -> bool:
-    if earlier.effect is None or later.effect is None:
-        return True
-    return not earlier.is_copy and earlier.effect.transfer_id == later.effect.transfer_id
-
-
-@dataclass(eq=False)
-class Running:
-    """A posted READ or WRITE."""
-
-    poster: InstanceId
-    effect: ferry.PostRead | ferry.PostWrite
-    session: Session
-    copy: Copy
-    is_doomed: bool = False
-    """Its link is gone at the poster's end: it cannot end well."""
 
 
 @dataclass
@@ -197,7 +130,7 @@ class Network:
         elif isinstance(effect, ferry.SendRelease):
             self._keep_release(session, effect)
         else:
-            self.tell(name, _lost(effect.transfer_id))
+            self.tell(name, lost_event(effect.transfer_id))
             self._tell_unsent(session, effect)
 
     def _submit(self, session: Session, effect: Sendable) -> None:
@@ -246,30 +179,32 @@ class Network:
         session.outbox.clear()
         session.answers.clear()
         for transfer_id in waiting:
-            self.tell(session.asker, _lost(transfer_id))
+            self.tell(session.asker, lost_event(transfer_id))
         for effect in unsent:
             self._tell_unsent(session, effect)
         self._retire(session)
 
     def _retire(self, session: Session) -> None:
-        if session.is_lost and not session.is_link_closed and not self._reads_of(session):
+        if (
+            session.is_lost
+            and not session.is_link_closed
+            and not self._using(session, ferry.PostRead)
+        ):
             self._close_link(session)
 
     def _close_link(self, session: Session) -> None:
         session.is_link_closed = True
         self.unquiet.append(session)
 
-    def _reads_of(self, session: Session) -> list[Running]:
-        return [
-            r for r in self.running if r.session is session and isinstance(r.effect, ferry.PostRead)
-        ]
+    def _using(self, session: Session | None, kind: type) -> list[Running]:
+        return [r for r in self.running if r.session is session and isinstance(r.effect, kind)]
 
     def tear_down(self, session: Session) -> None:
         """The asker's end of the link goes, with all that uses it."""
         self.lose(session)
         if not session.is_link_closed:
             self._close_link(session)
-        for read in self._reads_of(session):
+        for read in self._using(session, ferry.PostRead):
             read.is_doomed = True
 
     def go_quiet(self, session: Session) -> None:
@@ -279,7 +214,7 @@ class Network:
         for running in self.running:
             if running.session is session:
                 running.copy.left.clear()
-        for read in self._reads_of(session):
+        for read in self._using(session, ferry.PostRead):
             self._end(read, is_done=False)
         for transfer_id in sorted(session.pushes):
             self.tell(session.asker, ferry.PeerQuiet(transfer_id))
@@ -322,10 +257,10 @@ class Network:
         reader = self._reader_name(session)
         if flight.effect is None:
             self.call(asked, "lose_reader", reader)
-            earlier = self.links.get((asked, reader))
-            self._doom_writes(earlier)
+            for write in self._using(self.links.get((asked, reader)), ferry.PostWrite):
+                write.is_doomed = True
             self.links[asked, reader] = session
-            self.replaced = [r for r in self.replaced if not _is_replaced(r, session)]
+            self.replaced = [r for r in self.replaced if not is_replaced(r, session)]
             if not session.is_lost:
                 session.answers.append(Answer(flight, None))
             return
@@ -335,7 +270,7 @@ class Network:
         if not session.is_lost:
             session.answers.append(Answer(flight, reply))
 
-    def _ask(self, session: Session, reader: str, effect: Sendable) -> Message:
+    def _ask(self, session: Session, reader: str, effect: Sendable) -> Any:  # noqa: ANN401 - the reply
         asked, transfer_id = session.peer.instance_id, effect.transfer_id
         message = ferry.to_message(effect, self.planners[session.asker].hello)
         if not isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
@@ -391,7 +326,7 @@ class Network:
             session.awaited.append(flight)
             self.lose(session)
         else:
-            self.tell(session.asker, _answered(flight, flight.effect, message))
+            self.tell(session.asker, answered_event(flight, flight.effect, message))
 
     # -- transfers ------------------------------------------------------------------------------
     def _post_read(self, name: InstanceId, effect: ferry.PostRead) -> None:
@@ -453,7 +388,7 @@ class Network:
         session = self.sessions.get((name, effect.peer.instance_id))
         if session is None or session.is_link_closed:
             return
-        reads = self._reads_of(session)
+        reads = self._using(session, ferry.PostRead)
         if effect.transfer_id in session.pushes or any(
             r.effect.transfer_id == effect.transfer_id for r in reads
         ):
@@ -463,42 +398,8 @@ class Network:
         session = self.links.pop((name, reader), None)
         if session is None:
             return
-        for write in self._writes_on(session):
+        for write in self._using(session, ferry.PostWrite):
             self._end(write, is_done=False)
-
-    def _doom_writes(self, session: Session | None) -> None:
-        for write in self._writes_on(session):
-            write.is_doomed = True
-
-    def _writes_on(self, session: Session | None) -> list[Running]:
-        return [
-            r
-            for r in self.running
-            if r.session is session and isinstance(r.effect, ferry.PostWrite)
-        ]
 
     def _reader_name(self, session: Session) -> str:
         return f"{session.asker}/{self.planners[session.asker].hello.epoch}"
-
-
-def _is_replaced(earlier: Session, later: Session) -> bool:
-    return (earlier.asker, earlier.peer) == (later.asker, later.peer)
-
-
-def _lost(transfer_id: TransferId) -> ferry.PeerLost:
-    return ferry.PeerLost(transfer_id, ferry.ReceiveOutcome.UNREACHABLE, "")
-
-
-_EVENT_OF: dict[type, Callable[..., Event]] = {
-    ferry.SendRegister: ferry.RegisterAnswered,
-    ferry.SendRenew: ferry.RenewAnswered,
-}
-
-
-def _answered(flight: Flight, effect: Sendable, reply: Any) -> Event:  # noqa: ANN401 - of its kind
-    if isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
-        return ferry.AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
-    if isinstance(effect, ferry.SendRelease):
-        is_quiet = getattr(reply, "is_quiet", False)
-        return ferry.ReleaseAnswered(effect.transfer_id, is_quiet)
-    return _EVENT_OF[type(effect)](effect.transfer_id, reply)

@@ -14,7 +14,7 @@ from tests.model.ownership.driven import BLOCK_TOKENS, PostRead, PostWrite, Rece
 
 @dataclass(eq=False)
 class Targets:
-    """Blocks that a receiver has set aside for one transfer, by position from ``first_block`` on."""
+    """Blocks that a receiver has set aside for one transfer, by position from the first on."""
 
     memory: Memory
     text: Text

@@ -1,4 +1,4 @@
-"""The walk over three instances: every call, message, copy, loss and pause is the walk's to choose."""
+"""The walk over three instances: each call, message, copy, loss and pause is its to choose."""
 
 from __future__ import annotations
 
@@ -152,14 +152,18 @@ class OwnershipWalk(World):
                 self.engines[name].retention.expire()
 
     def an_instance_stands_still(self, dice: random.Random) -> None:
-        """It does not notice how time passes; others do, and use what was kept for it."""
-        still = dice.choice(list(PEERS))
+        """It does not notice how time passes; others do, and use what was kept for it. Then it goes
+        on where it was, perhaps with the end of its transfers."""
+        still = dice.choice(self.network.running).poster
         for seconds in dice.choice([(5.2,), (6.0, 6.0), (6.0, 6.0, 21.0)]):
             self.clock.advance(seconds)
             for name in PEERS:
                 if name != still:
                     self.network.call(name, "tick")
                     self.engines[name].grab(NUM_BLOCKS)
+        for running in [r for r in self.network.running if r.poster == still]:
+            if dice.random() < 0.5 and running in self.network.running:
+                self.network.end(running, is_done=self.network.may_succeed(running))
 
     def all_goes_well_for_a_while(self, dice: random.Random) -> None:
         """Walks that never get to the end of a transfer teach little."""
@@ -186,8 +190,8 @@ Can = Callable[[OwnershipWalk], object]
 _W = OwnershipWalk
 ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]] = [
     (_W.a_push_gets_under_way, 2, bool),
-    (_W.a_read_gets_under_way, 0.7, bool),
-    (_W.a_read_back_gets_under_way, 0.7, bool),
+    (_W.a_read_gets_under_way, 1, bool),
+    (_W.a_read_back_gets_under_way, 1, bool),
     (_W.plain_arrives, 2, bool),
     (_W.prefill_arrives, 4, bool),
     (_W.decode_arrives, 4, bool),
@@ -209,7 +213,7 @@ ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]]
     (_W.peer_is_lost, 0.3, lambda walk: walk.network.sessions),
     (_W.link_goes_quiet, 2, lambda walk: walk.network.unquiet),
     (_W.time_passes, 2, bool),
-    (_W.an_instance_stands_still, 0.5, lambda walk: walk.network.running),
+    (_W.an_instance_stands_still, 0.7, lambda walk: walk.network.running),
     (_W.all_goes_well_for_a_while, 0.5, bool),
 ]
 """What may happen, how often next to the others, and when it can."""

@@ -18,7 +18,7 @@ from kvferry.testing.fake_clock import FakeClock
 from tests.model.ownership.content import Memory, Text
 from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven, SendRegister
 from tests.model.ownership.engine import Engine, Kind, Phase, Request
-from tests.model.ownership.network import Network, Session
+from tests.model.ownership.network import Network
 from tests.model.ownership.oracle import Oracle
 
 NUM_BLOCKS = 14
@@ -93,13 +93,13 @@ class World(RuleBasedStateMachine):
         return request
 
     def _begin_plain(self, name: InstanceId, text: Text, num_answers: int) -> Request:
-        return self._add(name, Request(self._new_name(), text, num_answers=num_answers))
+        return self._add(name, Request(self._next_name(), text, num_answers=num_answers))
 
     def _begin_prefill(self, transfer_id: TransferId, holder: InstanceId | None) -> Request:
         handoff = self.handoffs[transfer_id]
         handoff.has_prefill = True
         request = Request(
-            self._new_name(), handoff.text, Kind.PREFILL, handoff.mode, transfer_id,
+            self._next_name(), handoff.text, Kind.PREFILL, handoff.mode, transfer_id,
             None if holder is None else PEERS[holder],
         )  # fmt: skip
         return self._add(PREFILL, request)
@@ -108,12 +108,12 @@ class World(RuleBasedStateMachine):
         handoff = self.handoffs[transfer_id]
         handoff.receivers.add(name)
         request = Request(
-            self._new_name(), handoff.text, Kind.DECODE, handoff.mode, transfer_id,
+            self._next_name(), handoff.text, Kind.DECODE, handoff.mode, transfer_id,
             num_answers=num_answers,
         )  # fmt: skip
         return self._add(name, request)
 
-    def _new_name(self) -> str:
+    def _next_name(self) -> str:
         self.num_requests += 1
         return f"request-{self.num_requests}"
 
@@ -140,7 +140,7 @@ class World(RuleBasedStateMachine):
             self._begin_prefill(self._chosen(known, dice), dice.choice([*DECODES, None, None]))
 
     def decode_arrives(self, dice: random.Random) -> None:
-        """Of a handoff that prefill knows already, another decode instance even, or of a new one."""
+        """Of a handoff that prefill knows already, or another decode instance, or of a new one."""
         name = dice.choice(DECODES)
         if self._has_room(name):
             known = [t for t, h in self.handoffs.items() if name not in h.receivers]
@@ -171,7 +171,7 @@ class World(RuleBasedStateMachine):
     def settle(
         self, asker: InstanceId, peer: InstanceId, dice: random.Random | None = None
     ) -> None:
-        """All that is on the way between two instances arrives, some of it not for the last time."""
+        """All that is on the way between two instances arrives, some of it to come again."""
         session = self.network.sessions.get((asker, peer))
         while session is not None:
             arriving = [f for f in session.deliverable() if not f.is_copy]
@@ -193,9 +193,9 @@ class World(RuleBasedStateMachine):
         transfer_id = self._new_handoff(dice.choice(TEXTS), Mode.PUSH)
         decode = self._begin_decode(transfer_id, name, dice.randrange(4))
         prefill = self._begin_prefill(transfer_id, None)
-        if dice.random() < 0.3:  # decode is late, or was chosen late
+        if dice.random() < 0.4:  # decode is late, or was chosen late
             self.compute(PREFILL, prefill, num_tokens)
-            if dice.random() < 0.3 and prefill.phase is Phase.RUNNING:
+            if dice.random() < 0.4 and prefill.phase is Phase.RUNNING:
                 self.engines[PREFILL].preempt(prefill, is_told=dice.random() < 0.5)
                 self.engines[PREFILL].grab(dice.randrange(NUM_BLOCKS))
         self.compute(name, decode, 0)

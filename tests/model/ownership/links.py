@@ -1,0 +1,105 @@
+"""Sessions, what travels in them, and posted transfers: the nouns of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.protocol.ids import InstanceId, TransferId
+from kvferry.protocol.messages import Message
+from kvferry.protocol.params import PeerAddress
+from tests.model.ownership import driven as ferry
+from tests.model.ownership.driven import Event, Sendable
+from tests.model.ownership.oracle import Copy
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request on its way; ``effect`` None: the handshake."""
+
+    effect: Sendable | None
+    sent_s: float
+    is_copy: bool = False
+    """It has arrived before."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """A reply on its way back, or a notice (``flight`` None)."""
+
+    flight: Flight | None
+    message: Message | None
+
+
+@dataclass(eq=False)
+class Session:
+    """One handshake of ``asker`` with ``peer``, and the link that it made."""
+
+    asker: InstanceId
+    peer: PeerAddress
+    requests: list[Flight] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    outbox: list[Sendable] = field(default_factory=list)
+    awaited: list[Flight] = field(default_factory=list)
+    pushes: set[TransferId] = field(default_factory=set)
+    over: set[TransferId] = field(default_factory=set)
+    """Transfers of which the asker, or the peer, wants nothing more."""
+    late_releases: list[ferry.SendRelease] = field(default_factory=list)
+    is_ready: bool = False
+    is_lost: bool = False
+    lost_at_s: float = 0.0
+    was_ready: bool = False
+    is_link_closed: bool = False
+    """At the asker's end; what was posted may land until it is quiet."""
+    is_quiet: bool = False
+
+    def deliverable(self) -> list[Flight]:
+        """Return the requests that may arrive next: those of one transfer come in order, copies of
+        what has arrived at any time, and nothing before the handshake."""
+        arriving: list[Flight] = []
+        for index, flight in enumerate(self.requests):
+            if not any(_keeps_back(earlier, flight) for earlier in self.requests[:index]):
+                arriving.append(flight)
+        return arriving
+
+
+def _keeps_back(earlier: Flight, later: Flight) -> bool:
+    if earlier.effect is None or later.effect is None:
+        return True
+    return not earlier.is_copy and earlier.effect.transfer_id == later.effect.transfer_id
+
+
+@dataclass(eq=False)
+class Running:
+    """A posted READ or WRITE."""
+
+    poster: InstanceId
+    effect: ferry.PostRead | ferry.PostWrite
+    session: Session
+    copy: Copy
+    is_doomed: bool = False
+    """Its link is gone at the poster's end: it cannot end well."""
+
+
+def is_replaced(earlier: Session, later: Session) -> bool:
+    return (earlier.asker, earlier.peer) == (later.asker, later.peer)
+
+
+def lost_event(transfer_id: TransferId) -> ferry.PeerLost:
+    return ferry.PeerLost(transfer_id, ferry.ReceiveOutcome.UNREACHABLE, "")
+
+
+_EVENT_OF: dict[type, Callable[..., Event]] = {
+    ferry.SendRegister: ferry.RegisterAnswered,
+    ferry.SendRenew: ferry.RenewAnswered,
+}
+
+
+def answered_event(flight: Flight, effect: Sendable, reply: Any) -> Event:  # noqa: ANN401 - of its kind
+    if isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
+        return ferry.AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
+    if isinstance(effect, ferry.SendRelease):
+        is_quiet = getattr(reply, "is_quiet", False)
+        return ferry.ReleaseAnswered(effect.transfer_id, is_quiet)
+    return _EVENT_OF[type(effect)](effect.transfer_id, reply)
