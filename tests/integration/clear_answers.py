@@ -92,6 +92,16 @@ class Judge:
             )
         return len(right)
 
+    def largest_gap(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Return how far a token of a greedy ``answer`` is below the best logit, at most.
+
+        It may go on from a tie in another way than others do: each token is judged by those before
+        it.
+        """
+        logits = self._logits(prompt, answer)
+        chosen = logits[np.arange(len(answer)), list(answer)]
+        return float(np.max(logits.max(axis=1) - chosen))
+
     def _logits(self, prompt: Sequence[int], answer: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return what each token of ``answer`` was chosen from, ``[tokens, vocabulary]``."""
         import torch
