@@ -19,6 +19,7 @@ FOUND = (OwnershipError, LocalProtocolError)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
 def test_the_walk_finds(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)

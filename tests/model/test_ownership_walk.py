@@ -15,5 +15,6 @@ from tests.model.ownership.walk import SETTINGS, OwnershipWalk
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_nobody_gets_anybody_elses_tokens() -> None:
     run_state_machine_as_test(OwnershipWalk, settings=SETTINGS)

@@ -54,6 +54,11 @@ class Session:
     """At the asker's end; what was posted may land until it is quiet."""
     is_quiet: bool = False
 
+    def keep_release(self, release: ferry.SendRelease) -> None:
+        """Tell the peer later, if it ever was there."""
+        if self.was_ready:
+            self.late_releases.append(release)
+
     def deliverable(self) -> list[Flight]:
         """Return the requests that may arrive next: those of one transfer come in order, copies of
         what has arrived at any time, and nothing before the handshake."""

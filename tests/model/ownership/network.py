@@ -128,7 +128,7 @@ class Network:
         elif not session.is_lost:
             session.outbox.append(effect)
         elif isinstance(effect, ferry.SendRelease):
-            self._keep_release(session, effect)
+            session.keep_release(effect)
         else:
             self.tell(name, lost_event(effect.transfer_id))
             self._tell_unsent(session, effect)
@@ -141,10 +141,6 @@ class Network:
             session.pushes.add(effect.transfer_id)
         elif isinstance(effect, ferry.SendRelease):
             session.over.add(effect.transfer_id)
-
-    def _keep_release(self, session: Session, release: ferry.SendRelease) -> None:
-        if session.was_ready:
-            session.late_releases.append(release)
 
     def _tell_unsent(self, session: Session, effect: Sendable) -> None:
         is_register = isinstance(effect, ferry.SendRegister)
@@ -174,7 +170,7 @@ class Network:
         )
         for effect in effects:
             if isinstance(effect, ferry.SendRelease):
-                self._keep_release(session, effect)
+                session.keep_release(effect)
         session.awaited.clear()
         session.outbox.clear()
         session.answers.clear()
@@ -261,12 +257,11 @@ class Network:
                 write.is_doomed = True
             self.links[asked, reader] = session
             self.replaced = [r for r in self.replaced if not is_replaced(r, session)]
-            if not session.is_lost:
-                session.answers.append(Answer(flight, None))
-            return
-        reply = self._ask(session, reader, flight.effect)
-        if isinstance(reply, Declined):
-            session.over.add(flight.effect.transfer_id)
+            reply = None
+        else:
+            reply = self._ask(session, reader, flight.effect)
+            if isinstance(reply, Declined):
+                session.over.add(flight.effect.transfer_id)
         if not session.is_lost:
             session.answers.append(Answer(flight, reply))
 
@@ -303,17 +298,16 @@ class Network:
         self.routes[key] = (session, registered)
 
     def _notify(self, name: InstanceId, effect: ferry.Notify) -> None:
-        session, _ = self.routes.get((name, effect.transfer_id), (None, ""))
-        if session is not None and not session.is_lost:
-            session.answers.append(Answer(None, effect.notice))
+        route = self.routes.get((name, effect.transfer_id))
+        if route is not None and not route[0].is_lost:
+            route[0].answers.append(Answer(None, effect.notice))
 
     def come_back(self, session: Session, answer: Answer) -> None:
         """A reply or a notice reaches the asker."""
         flight, message = answer.flight, answer.message
         if flight is None:
             assert isinstance(message, Notice)
-            notice = ferry.Noticed(message.transfer_id, session.peer, message)
-            self.tell(session.asker, notice)
+            self.tell(session.asker, ferry.Noticed(message.transfer_id, session.peer, message))
             return
         if flight in session.awaited:
             session.awaited.remove(flight)

@@ -154,7 +154,7 @@ class OwnershipWalk(World):
     def an_instance_stands_still(self, dice: random.Random) -> None:
         """It does not notice how time passes; others do, and use what was kept for it. Then it goes
         on where it was, perhaps with the end of its transfers."""
-        still = dice.choice(self.network.running).poster
+        still = dice.choice([dice.choice(self.network.running).poster, *PEERS])
         for seconds in dice.choice([(5.2,), (6.0, 6.0), (6.0, 6.0, 21.0)]):
             self.clock.advance(seconds)
             for name in PEERS:
@@ -189,13 +189,13 @@ class OwnershipWalk(World):
 Can = Callable[[OwnershipWalk], object]
 _W = OwnershipWalk
 ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]] = [
-    (_W.a_push_gets_under_way, 2, bool),
+    (_W.a_push_gets_under_way, 3, bool),
     (_W.a_read_gets_under_way, 1, bool),
     (_W.a_read_back_gets_under_way, 1, bool),
     (_W.plain_arrives, 2, bool),
     (_W.prefill_arrives, 4, bool),
     (_W.decode_arrives, 4, bool),
-    (_W.engine_works, 24, bool),
+    (_W.engine_works, 32, bool),
     (_W.engine_preempts, 2, bool),
     (_W.client_leaves, 1, bool),
     (_W.blocks_are_given_back, 1.5, bool),
@@ -213,7 +213,7 @@ ACTIONS: list[tuple[Callable[[OwnershipWalk, random.Random], None], float, Can]]
     (_W.peer_is_lost, 0.3, lambda walk: walk.network.sessions),
     (_W.link_goes_quiet, 2, lambda walk: walk.network.unquiet),
     (_W.time_passes, 2, bool),
-    (_W.an_instance_stands_still, 0.7, lambda walk: walk.network.running),
+    (_W.an_instance_stands_still, 1, lambda walk: walk.network.running),
     (_W.all_goes_well_for_a_while, 0.5, bool),
 ]
 """What may happen, how often next to the others, and when it can."""

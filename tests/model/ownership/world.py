@@ -21,7 +21,7 @@ from tests.model.ownership.engine import Engine, Kind, Phase, Request
 from tests.model.ownership.network import Network
 from tests.model.ownership.oracle import Oracle
 
-NUM_BLOCKS = 14
+NUM_BLOCKS = 20
 PREFILL, DECODE_A, DECODE_B = InstanceId("prefill"), InstanceId("decode-a"), InstanceId("decode-b")
 PEERS = {
     PREFILL: PeerAddress(PREFILL, Epoch(2**30), "tcp://127.0.0.1:1"),
@@ -40,7 +40,7 @@ TEXTS = [
     for salt in ("red", "blue")
 ]
 
-MAX_LIVE_REQUESTS = 4
+MAX_LIVE_REQUESTS = 6
 """Of one instance: more only wait."""
 MODES = (Mode.PUSH, Mode.PUSH, Mode.PULL)
 BUSIEST_FIRST = (PREFILL, PREFILL, DECODE_A, DECODE_A, DECODE_B)
