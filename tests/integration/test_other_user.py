@@ -59,6 +59,7 @@ def deployment(
         options = ("--transport", "shm", "--num-blocks", "64")
         deployment.add_engine("safe", tiny_model, *options)
         deployment.add_engine("open", tiny_model, *options, "--no-user-key")
+        deployment.add_engine("nixl", tiny_model, "--transport", "nixl", "--num-blocks", "64")
         deployment.wait_ready()
         yield deployment
     forks.close()
@@ -164,6 +165,28 @@ async def test_its_router_is_told_of_a_silent_control_port(
     assert f"this router has the key of uid {UID}" in found["detail"]
     assert "--cluster-key-file a copy of the key that its log names" in found["detail"]
     assert "the key of uid 0" in safe.log()
+
+
+@pytest.mark.parametrize("name", ["safe", "nixl"])
+def test_no_memory_that_is_shared_is_open_to_other_users(deployment: Deployment, name: str) -> None:
+    """Nor to other users of the same group."""
+    pid = deployment[name].pid
+    modes = {path: path.stat().st_mode & 0o777 for path in Path(f"/proc/{pid}/fd").iterdir()}
+    shared = {
+        target: mode
+        for path, mode in modes.items()
+        if (target := os.readlink(path)).startswith(("/memfd:", "/dev/shm/"))
+    }
+    assert shared
+    assert set(shared.values()) == {0o600}
+    assert {mode & 0o077 for mode in system_v_modes(pid)} <= {0}
+
+
+def system_v_modes(pid: int) -> list[int]:
+    """Of the segments of System V's shared memory that ``pid`` has made."""
+    rows = [row.split() for row in Path("/proc/sysvipc/shm").read_text().splitlines()]
+    perms, creator = rows[0].index("perms"), rows[0].index("cpid")
+    return [int(row[perms], 8) & 0o777 for row in rows[1:] if int(row[creator]) == pid]
 
 
 def test_the_socket_of_orders_is_closed_to_it() -> None:

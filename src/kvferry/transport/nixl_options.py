@@ -13,6 +13,8 @@ from kvferry.transport.geometry import RegionGeometry
 from kvferry.transport.host import ProcessIdentity
 
 _DIRECT_TLS = frozenset({"all", "sm", "shm", "cma"})
+_CLOSED_TLS = "^sysv"
+"""UCX makes System V's shared memory with mode 0660. POSIX's, with 0600, does the same."""
 _WITHOUT_READ_TLS = frozenset({"tcp", "self"})
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -23,7 +25,8 @@ class NixlOptions:
 
     backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     ucx_tls: str | None = None
-    """UCX transports, comma separated, as in ``UCX_TLS``; None: UCX's own choice."""
+    """UCX transports, comma separated, as in ``UCX_TLS``; None: what that says, else UCX's own
+    choice without memory that is open to the user's group."""
     ucx_net_devices: str | None = "lo"
     """Network device that UCX listens on, as in ``UCX_NET_DEVICES``; None: all of them, which it
     takes to reach another host. Peers on one host share memory whatever this says."""
@@ -33,7 +36,8 @@ def engine_options(options: NixlOptions) -> dict[str, str]:
     """Return UCX's settings for one agent. NIXL splits them at commas: a list goes by environ."""
     if options.backend != "UCX":
         return {}
-    settings = {"TLS": options.ucx_tls, "NET_DEVICES": options.ucx_net_devices}
+    tls = options.ucx_tls or (None if "UCX_TLS" in os.environ else _CLOSED_TLS)
+    settings = {"TLS": tls, "NET_DEVICES": options.ucx_net_devices}
     single = []
     for name, value in settings.items():
         if value is not None and "," in value:

@@ -25,12 +25,18 @@ MEMORY = memoryview(bytearray(64))
 REGION = RegionGeometry(address_of(MEMORY), 64, 64, 1)
 
 
-def test_ucx_listens_on_loopback_unless_told_otherwise() -> None:
-    assert engine_options(NixlOptions()) == {"engine_config": "NET_DEVICES=lo"}
-    assert engine_options(NixlOptions(ucx_net_devices=None)) == {}
+def test_ucx_listens_on_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert engine_options(NixlOptions()) == {"engine_config": "TLS=^sysv,NET_DEVICES=lo"}
+    assert engine_options(NixlOptions(ucx_net_devices=None)) == {"engine_config": "TLS=^sysv"}
     options = NixlOptions(ucx_tls="tcp", ucx_net_devices="eth0")
     assert engine_options(options) == {"engine_config": "TLS=tcp,NET_DEVICES=eth0"}
     assert engine_options(NixlOptions("LIBFABRIC")) == {}
+
+
+def test_an_operators_own_choice_of_transports_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")
+    assert engine_options(NixlOptions()) == {"engine_config": "NET_DEVICES=lo"}
 
 
 def test_a_list_goes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
