@@ -110,7 +110,7 @@ def require_allowed(config: ExchangeConfig, peer: PeerAddress) -> None:
             param="kv_transfer_params.peer",
             code="invalid_value",
         )
-    if config.cluster_key is None and not is_loopback(host):
+    if not config.has_cluster_key and not is_loopback(host):
         raise RequestError(
             f"peer.control_address {address} is on another host, which needs a cluster key on both",
             param="kv_transfer_params.peer",

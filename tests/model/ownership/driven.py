@@ -13,7 +13,8 @@ import msgspec
 from kvferry.blocks.renewing import RenewingBlocks
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.effects import (
+from kvferry.connector.machine.effects import (
+    Asked,
     ContactPeer,
     DisconnectPeer,
     DisconnectReader,
@@ -21,16 +22,12 @@ from kvferry.connector.effects import (
     Notify,
     PostRead,
     PostWrite,
-    SendAcquire,
-    SendAcquireHistory,
-    SendRegister,
-    SendRelease,
-    SendRenew,
+    Send,
     StartServing,
     StopProgress,
     StopServing,
 )
-from kvferry.connector.events import (
+from kvferry.connector.machine.events import (
     AcquireAnswered,
     Event,
     Noticed,
@@ -51,11 +48,10 @@ from kvferry.connector.ports import (
     ReceiveOutcome,
     ReceiveResult,
 )
-from kvferry.connector.requests import to_request
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.layout import KVLayout
-from kvferry.protocol.messages import Hello, Request
+from kvferry.protocol.messages import Acquire, AcquireHistory, Hello, Register, Release, Renew
 from tests.integration.exchange_pair import LAYOUT as EXCHANGE_LAYOUT
 
 __all__ = [
@@ -83,31 +79,21 @@ __all__ = [
     "RegisterAnswered",
     "ReleaseAnswered",
     "RenewAnswered",
-    "SendAcquire",
-    "SendAcquireHistory",
-    "SendRegister",
-    "SendRelease",
-    "SendRenew",
-    "Sendable",
+    "Acquire",
+    "AcquireHistory",
+    "Asked",
+    "Register",
+    "Release",
+    "Renew",
+    "Send",
     "StartServing",
     "StopProgress",
     "StopServing",
     "WriteEnded",
-    "to_message",
 ]
 
 BLOCK_TOKENS = 4
 LAYOUT: KVLayout = msgspec.structs.replace(EXCHANGE_LAYOUT, block_size_tokens=BLOCK_TOKENS)
-Sendable = SendAcquire | SendAcquireHistory | SendRegister | SendRenew | SendRelease
-
-_ANSWERS = {
-    "give_back", "give_up_oldest", "read_history",
-    "answer_acquire", "answer_register", "answer_renew", "answer_release",
-}  # fmt: skip
-"""Calls that return an answer and what is to be done."""
-_ANSWERS_ONLY = {"may_receive", "is_send_wanted", "take_results", "take_first_tokens",
-                 "take_stopped_sends", "snapshot"}  # fmt: skip
-_NEITHER = {"pause_send"}
 
 
 class Driven:
@@ -132,15 +118,8 @@ class Driven:
 
     def call(self, name: str, *args: object, **options: object) -> tuple[Any, list[Effect]]:
         """Call the planner; return its answer, None where it has none, and what is to be done."""
-        result = getattr(self._planner, name)(*args, **options)
-        if name in _ANSWERS:
-            answer, effects = result
-            return answer, effects
-        if name in _ANSWERS_ONLY:
-            return result, []
-        return None, [] if name in _NEITHER else result
-
-
-def to_message(effect: Sendable, hello: Hello) -> Request:
-    """Return the message that ``effect`` is on the wire."""
-    return to_request(effect, hello, want_block_digests=False)
+        answer = getattr(self._planner, name)(*args, **options)
+        effects: list[Effect] = []
+        while (effect := self._planner.take_effect()) is not None:
+            effects.append(effect)
+        return answer, effects

@@ -104,7 +104,7 @@ class Engine:
             prompt = ferry.PromptIdentity(len(request.text.tokens), request.text.digest)
             try:
                 self.network.call(
-                    self.name, "begin_receive", request.transfer_id, peer, prompt, request.mode
+                    self.name, "begin_receive", request.transfer_id, peer, prompt, mode=request.mode
                 )
             except RequestError:
                 return

@@ -10,7 +10,7 @@ from kvferry.protocol.ids import InstanceId, TransferId
 from kvferry.protocol.messages import Message
 from kvferry.protocol.params import PeerAddress
 from tests.model.ownership import driven as ferry
-from tests.model.ownership.driven import Event, Sendable
+from tests.model.ownership.driven import Asked, Event
 from tests.model.ownership.oracle import Copy
 
 
@@ -18,7 +18,7 @@ from tests.model.ownership.oracle import Copy
 class Flight:
     """A request on its way; ``effect`` None: the handshake."""
 
-    effect: Sendable | None
+    effect: Asked | None
     sent_s: float
     is_copy: bool = False
     """It has arrived before."""
@@ -40,12 +40,12 @@ class Session:
     peer: PeerAddress
     requests: list[Flight] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    outbox: list[Sendable] = field(default_factory=list)
+    outbox: list[Asked] = field(default_factory=list)
     awaited: list[Flight] = field(default_factory=list)
     pushes: set[TransferId] = field(default_factory=set)
     over: set[TransferId] = field(default_factory=set)
     """Transfers of which the asker, or the peer, wants nothing more."""
-    late_releases: list[ferry.SendRelease] = field(default_factory=list)
+    late_releases: list[ferry.Release] = field(default_factory=list)
     is_ready: bool = False
     is_lost: bool = False
     lost_at_s: float = 0.0
@@ -54,7 +54,7 @@ class Session:
     """At the asker's end; what was posted may land until it is quiet."""
     is_quiet: bool = False
 
-    def keep_release(self, release: ferry.SendRelease) -> None:
+    def keep_release(self, release: ferry.Release) -> None:
         """Tell the peer later, if it ever was there."""
         if self.was_ready:
             self.late_releases.append(release)
@@ -96,15 +96,15 @@ def lost_event(transfer_id: TransferId) -> ferry.PeerLost:
 
 
 _EVENT_OF: dict[type, Callable[..., Event]] = {
-    ferry.SendRegister: ferry.RegisterAnswered,
-    ferry.SendRenew: ferry.RenewAnswered,
+    ferry.Register: ferry.RegisterAnswered,
+    ferry.Renew: ferry.RenewAnswered,
 }
 
 
-def answered_event(flight: Flight, effect: Sendable, reply: Any) -> Event:  # noqa: ANN401 - of its kind
-    if isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
+def answered_event(flight: Flight, effect: Asked, reply: Any) -> Event:  # noqa: ANN401 - of its kind
+    if isinstance(effect, ferry.Acquire | ferry.AcquireHistory):
         return ferry.AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
-    if isinstance(effect, ferry.SendRelease):
+    if isinstance(effect, ferry.Release):
         is_quiet = getattr(reply, "is_quiet", False)
         return ferry.ReleaseAnswered(effect.transfer_id, is_quiet)
     return _EVENT_OF[type(effect)](effect.transfer_id, reply)

@@ -15,9 +15,12 @@ import pytest
 
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.blocks.renewing import RenewingBlocks
-from kvferry.connector import pull, push, receiver
-from kvferry.connector.machine import Rule
-from kvferry.connector.push_sender import PushSender
+from kvferry.connector.machine.table import Rule
+from kvferry.connector.pull import receiver
+from kvferry.connector.pull import table as pull
+from kvferry.connector.push.receiver import IncomingPush, PushReceiver
+from kvferry.connector.push.sender import OutgoingPush, PushSender
+from kvferry.connector.push.table import IncomingState
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol import hashing
 from kvferry.protocol.ids import BlockHash, BlockNumber
@@ -83,7 +86,7 @@ def _forget_generation(
     register = PushSender.register
 
     def forgets(self: PushSender, reader: str, message: Register) -> Any:  # noqa: ANN401
-        send = self._sends.get(message.transfer_id)
+        send = self._outgoing.find(message.transfer_id, OutgoingPush)
         current = send.registration if send is not None else None
         is_its_own = current is not None and current.reader == reader
         if send is not None and current is not None and is_its_own:
@@ -96,11 +99,15 @@ def _forget_generation(
 
 def a_push_leaves_quarantine_in_time(patch: pytest.MonkeyPatch) -> None:
     """After its grace, without any proof."""
-    leaves = Rule(
-        push.FillState.CLOSED, (push.FillAction.LEAVE_QUARANTINE, push.FillAction.STOP_PROGRESS)
-    )
-    key = (push.FillState.QUARANTINED, push.FillEvent.GRACE_OVER)
-    patch.setitem(push.PUSH_RECEIVER.rules, key, leaves)
+    on_deadline = PushReceiver._on_deadline
+
+    def leaves(self: PushReceiver, incoming: IncomingPush) -> None:
+        if incoming.state is IncomingState.ENDED:
+            self._on_quiet(incoming, incoming.generation)
+        else:
+            on_deadline(self, incoming)
+
+    patch.setattr(PushReceiver, "_on_deadline", leaves)
 
 
 def a_read_leaves_quarantine_in_time(patch: pytest.MonkeyPatch) -> None:

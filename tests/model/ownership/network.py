@@ -16,7 +16,7 @@ from kvferry.protocol.ids import InstanceId, TransferId
 from kvferry.protocol.messages import Declined, DeclineReason, Granted, Notice, decline
 from kvferry.protocol.params import PeerAddress
 from tests.model.ownership import driven as ferry
-from tests.model.ownership.driven import Driven, Effect, Event, Sendable
+from tests.model.ownership.driven import Asked, Driven, Effect, Event
 from tests.model.ownership.links import (
     Answer,
     Flight,
@@ -76,8 +76,8 @@ class Network:
 
     def _execute(self, name: InstanceId, effect: Effect) -> None:
         match effect:
-            case _ if isinstance(effect, Sendable):
-                self._send(name, effect)
+            case ferry.Send():
+                self._send(name, effect.peer, effect.message)
             case ferry.ContactPeer():
                 self.contact(name, effect.peer)
             case ferry.Notify():
@@ -121,31 +121,31 @@ class Network:
         """``name`` shakes hands with ``peer``, unless that was done."""
         self._session(name, peer)
 
-    def _send(self, name: InstanceId, effect: Sendable) -> None:
-        session = self._session(name, effect.peer)
+    def _send(self, name: InstanceId, peer: PeerAddress, message: Asked) -> None:
+        session = self._session(name, peer)
         if session.is_ready:
-            self._submit(session, effect)
+            self._submit(session, message)
         elif not session.is_lost:
-            session.outbox.append(effect)
-        elif isinstance(effect, ferry.SendRelease):
-            session.keep_release(effect)
+            session.outbox.append(message)
+        elif isinstance(message, ferry.Release):
+            session.keep_release(message)
         else:
-            self.tell(name, lost_event(effect.transfer_id))
-            self._tell_unsent(session, effect)
+            self.tell(name, lost_event(message.transfer_id))
+            self._tell_unsent(session, message)
 
-    def _submit(self, session: Session, effect: Sendable) -> None:
-        flight = Flight(effect, self.clock.monotonic_s())
+    def _submit(self, session: Session, message: Asked) -> None:
+        flight = Flight(message, self.clock.monotonic_s())
         session.requests.append(flight)
         session.awaited.append(flight)
-        if isinstance(effect, ferry.SendRegister):
-            session.pushes.add(effect.transfer_id)
-        elif isinstance(effect, ferry.SendRelease):
-            session.over.add(effect.transfer_id)
+        if isinstance(message, ferry.Register):
+            session.pushes.add(message.transfer_id)
+        elif isinstance(message, ferry.Release):
+            session.over.add(message.transfer_id)
 
-    def _tell_unsent(self, session: Session, effect: Sendable) -> None:
-        is_register = isinstance(effect, ferry.SendRegister)
-        if is_register and effect.transfer_id not in session.pushes:
-            self.tell(session.asker, ferry.PeerQuiet(effect.transfer_id))
+    def _tell_unsent(self, session: Session, message: Asked) -> None:
+        is_register = isinstance(message, ferry.Register)
+        if is_register and message.transfer_id not in session.pushes:
+            self.tell(session.asker, ferry.PeerQuiet(message.transfer_id))
 
     def overdue(self) -> list[Session]:
         """Return the sessions whose peer owes an answer for too long."""
@@ -165,11 +165,11 @@ class Network:
         unsent = list(session.outbox)
         effects = [f.effect for f in session.awaited if f.effect is not None] + unsent
         waiting = dict.fromkeys(
-            [e.transfer_id for e in effects if not isinstance(e, ferry.SendRelease)]
+            [e.transfer_id for e in effects if not isinstance(e, ferry.Release)]
             + sorted(session.pushes)
         )
         for effect in effects:
-            if isinstance(effect, ferry.SendRelease):
+            if isinstance(effect, ferry.Release):
                 session.keep_release(effect)
         session.awaited.clear()
         session.outbox.clear()
@@ -232,7 +232,7 @@ class Network:
 
     def repeat(self, session: Session, flight: Flight) -> None:
         """``flight``, which arrives now, may come once more. What must not is not repeated."""
-        if flight.effect is not None and not isinstance(flight.effect, ferry.SendAcquireHistory):
+        if flight.effect is not None and not isinstance(flight.effect, ferry.AcquireHistory):
             session.requests.append(Flight(flight.effect, flight.sent_s, is_copy=True))
 
     def _is_pointless(self, session: Session, flight: Flight) -> bool:
@@ -241,7 +241,7 @@ class Network:
         No control connection repeats anything; this is about what is said to be safe to repeat.
         """
         effect = flight.effect
-        if not flight.is_copy or not isinstance(effect, ferry.SendRegister):
+        if not flight.is_copy or not isinstance(effect, ferry.Register):
             return False
         _, registered = self.routes.get((session.peer.instance_id, effect.transfer_id), (None, ""))
         is_another = registered != self._reader_name(session)
@@ -265,35 +265,34 @@ class Network:
         if not session.is_lost:
             session.answers.append(Answer(flight, reply))
 
-    def _ask(self, session: Session, reader: str, effect: Sendable) -> Any:  # noqa: ANN401 - the reply
-        asked, transfer_id = session.peer.instance_id, effect.transfer_id
-        message = ferry.to_message(effect, self.planners[session.asker].hello)
-        if not isinstance(effect, ferry.SendAcquire | ferry.SendAcquireHistory):
-            self._note_route(session, reader, effect)
+    def _ask(self, session: Session, reader: str, message: Asked) -> Any:  # noqa: ANN401 - the reply
+        asked, transfer_id = session.peer.instance_id, message.transfer_id
+        if not isinstance(message, ferry.Acquire | ferry.AcquireHistory):
+            self._note_route(session, reader, message)
         is_known = (asked, reader) in self.links
-        match effect:
-            case ferry.SendRenew():
-                return self.call(asked, "answer_renew", message)
-            case ferry.SendRelease():
-                reply = self.call(asked, "answer_release", reader, message)
+        match message:
+            case ferry.Renew():
+                return self.call(asked, "answer", reader, message)
+            case ferry.Release():
+                reply = self.call(asked, "answer", reader, message)
                 self.oracle.break_promise(asked, session.asker, transfer_id)
                 return reply
             case _ if not is_known:
                 return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
-            case ferry.SendRegister():
-                return self.call(asked, "answer_register", reader, message)
-        reply = self.call(asked, "answer_acquire", reader, message)
+            case ferry.Register():
+                return self.call(asked, "answer", reader, message)
+        reply = self.call(asked, "answer", reader, message)
         if isinstance(reply, Granted):
             promise = Promise(reply, self.clock.monotonic_s() + reply.duration_s)
             self.oracle.grant(asked, session.asker, transfer_id, promise)
         return reply
 
-    def _note_route(self, session: Session, reader: str, effect: Sendable) -> None:
-        key = (session.peer.instance_id, effect.transfer_id)
+    def _note_route(self, session: Session, reader: str, message: Asked) -> None:
+        key = (session.peer.instance_id, message.transfer_id)
         registered = self.routes[key][1] if key in self.routes else ""
-        if isinstance(effect, ferry.SendRegister):
+        if isinstance(message, ferry.Register):
             registered = reader
-        elif isinstance(effect, ferry.SendRelease) and registered not in ("", reader):
+        elif isinstance(message, ferry.Release) and registered not in ("", reader):
             return
         self.routes[key] = (session, registered)
 
@@ -347,12 +346,12 @@ class Network:
         """Whether ``running`` can end well."""
         return not running.is_doomed and not running.session.is_quiet
 
-    def end(self, running: Running, *, is_done: bool, is_corrupt: bool = False) -> None:
+    def end(self, running: Running, *, is_done: bool) -> None:
         """A transfer becomes terminal. One that fails takes its link along."""
         if is_done:
             while running.copy.left:
                 self.oracle.land(running.copy, 0)
-            self._end(running, is_done=True, is_corrupt=is_corrupt)
+            self._end(running, is_done=True)
         elif isinstance(running.effect, ferry.PostRead):
             self.tear_down(running.session)
         else:
@@ -362,7 +361,7 @@ class Network:
                 self._disconnect_reader(running.poster, reader)
                 self.call(running.poster, "lose_reader", reader)
 
-    def _end(self, running: Running, *, is_done: bool, is_corrupt: bool = False) -> None:
+    def _end(self, running: Running, *, is_done: bool) -> None:
         self.running.remove(running)
         self.oracle.end(running.copy)
         effect = running.effect
@@ -372,8 +371,6 @@ class Network:
             )
             return
         status = ferry.ReadStatus.DONE if is_done else ferry.ReadStatus.FAILED
-        if is_corrupt:
-            status = ferry.ReadStatus.CORRUPT
         now_s = self.clock.monotonic_s()
         self.tell(running.poster, ferry.ReadEnded(effect.transfer_id, status, now_s, 1))
         self._retire(running.session)

@@ -132,8 +132,7 @@ class OwnershipWalk(World):
     def transfer_ends(self, dice: random.Random) -> None:
         running = dice.choice(self.network.running)
         is_done = self.network.may_succeed(running) and dice.random() < 0.9
-        is_corrupt = is_done and dice.random() < 0.05
-        self.network.end(running, is_done=is_done, is_corrupt=is_corrupt)
+        self.network.end(running, is_done=is_done)
 
     def peer_is_lost(self, dice: random.Random) -> None:
         self.network.lose(dice.choice(list(self.network.sessions.values())))

@@ -16,7 +16,7 @@ from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.testing.fake_clock import FakeClock
 from tests.model.ownership.content import Memory, Text
-from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven, SendRegister
+from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven, Register
 from tests.model.ownership.engine import Engine, Kind, Phase, Request
 from tests.model.ownership.network import Network
 from tests.model.ownership.oracle import Oracle
@@ -178,7 +178,7 @@ class World(RuleBasedStateMachine):
             if not arriving:
                 return
             session.requests.remove(arriving[0])
-            is_register = isinstance(arriving[0].effect, SendRegister)
+            is_register = isinstance(arriving[0].effect, Register)
             if dice is not None and is_register and dice.random() < 0.5:
                 self.network.repeat(session, arriving[0])
             self.network.arrive(session, arriving[0])
