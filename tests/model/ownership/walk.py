@@ -5,15 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from hypothesis import note, settings
+from hypothesis import Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvferry.protocol.params import Mode
-from tests.model.ownership.engine import Phase
+from tests.model.ownership.engine import Phase as RequestPhase
 from tests.model.ownership.world import BUSIEST_FIRST, DECODES, NUM_BLOCKS, PEERS, PREFILL, World
 
-SETTINGS = settings(max_examples=150, stateful_step_count=30, deadline=None)
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
 FATES = (*("arrive",) * 40, *("repeat",) * 10, "lose")
 
 
@@ -36,11 +41,11 @@ class OwnershipWalk(World):
     # -- engines --------------------------------------------------------------------------------
     def engine_works(self, dice: random.Random) -> None:
         """It admits what waits, begins a step of what has its blocks, or completes one."""
-        picked = self._pick(dice, list(PEERS), Phase.WAITING, Phase.RUNNING)
+        picked = self._pick(dice, list(PEERS), RequestPhase.WAITING, RequestPhase.RUNNING)
         if picked is None:
             return
         engine, request = picked
-        if request.phase is Phase.WAITING:
+        if request.phase is RequestPhase.WAITING:
             engine.admit(request)
         elif request.step_end is not None:
             engine.end_step(request)
@@ -50,19 +55,21 @@ class OwnershipWalk(World):
                 engine.end_step(request)
 
     def engine_preempts(self, dice: random.Random) -> None:
-        picked = self._pick(dice, list(PEERS), Phase.RUNNING, Phase.RECEIVING)
+        picked = self._pick(dice, list(PEERS), RequestPhase.RUNNING, RequestPhase.RECEIVING)
         if picked is not None and picked[1].step_end is None:
             engine, request = picked
             engine.preempt(request, is_told=dice.random() < 0.5)
             engine.grab(dice.randrange(4))
 
     def client_leaves(self, dice: random.Random) -> None:
-        picked = self._pick(dice, list(PEERS), Phase.WAITING, Phase.RUNNING, Phase.RECEIVING)
+        picked = self._pick(
+            dice, list(PEERS), RequestPhase.WAITING, RequestPhase.RUNNING, RequestPhase.RECEIVING
+        )
         if picked is not None and picked[1].step_end is None:
             picked[0].abort(picked[1], is_told=dice.random() < 0.5)
 
     def blocks_are_given_back(self, dice: random.Random) -> None:
-        picked = self._pick(dice, DECODES, Phase.RECEIVING)
+        picked = self._pick(dice, DECODES, RequestPhase.RECEIVING)
         if picked is not None and picked[1].mode is Mode.PUSH:
             engine, request = picked
             engine.give_back(request)
@@ -75,13 +82,13 @@ class OwnershipWalk(World):
             (name, request)
             for name in DECODES
             for request in self.engines[name].requests
-            if request.phase is Phase.RECEIVING and request.transfer_id in known
+            if request.phase is RequestPhase.RECEIVING and request.transfer_id in known
         ]
         if not pushes:
             return
         name, request = dice.choice(pushes)
         self.settle(name, PREFILL, dice)
-        if request.phase is Phase.RECEIVING and request.mode is Mode.PUSH:
+        if request.phase is RequestPhase.RECEIVING and request.mode is Mode.PUSH:
             self.engines[name].give_back(request)
         self.compute(name, request, 0)
         self.settle(name, PREFILL, dice)
