@@ -40,13 +40,13 @@ pytestmark = pytest.mark.soak
 NEAR_TIE = 1e-4
 """Between the best logit and that of the token that was answered: rounding explains it."""
 TENANTS = ("red", "blue")
-NUM_CLIENTS = 6
+NUM_CLIENTS = 4
 NUM_OLDER = 3
 """Plain generations on prefill, which are older than what comes and take its blocks."""
 NUM_STORIES = 6
-FIRST_LENGTHS = (40, 64, 97, 130, 160)
+FIRST_LENGTHS = (64, 130, 200, 260, 320)
 NUM_ANSWERED = 12
-NUM_OLDER_ANSWERED = 160
+NUM_OLDER_ANSWERED = 240
 REQUEST_BOUND_S = 90.0
 SETTLE_S = 60.0
 
@@ -134,7 +134,8 @@ class Soak:
             prefill = turn.begin_prefill()
             legs.append(prefill)
             if when == "late":
-                await asyncio.sleep(dice.uniform(0.0, 1.5))
+                await asyncio.sleep(dice.uniform(0.0, 1.0))
+                await self.some_are_preempted(prefill, dice.choice([0.0, 2.0]))
             elif when != "early":
                 await prefill
             if when == "pull" and prefill.result().status != 200:
@@ -152,6 +153,14 @@ class Soak:
             for leg in legs:
                 leg.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
+
+    async def some_are_preempted(self, prefill: asyncio.Task[Answer], patience_s: float) -> None:
+        """Return once requests wait for blocks on the prefill instance, probably this one."""
+        end_s = time.monotonic() + patience_s
+        while time.monotonic() < end_s and not prefill.done():
+            if (await self.client.instance(self.prefill))["num_requests_waiting"] > 0:
+                return
+            await asyncio.sleep(0.02)
 
     async def generate(self, older: Story, dice: random.Random) -> None:
         """One of those whose growth takes the blocks of prefills."""
@@ -187,14 +196,14 @@ async def known_stories(client: Client, plain: Program, dice: random.Random) -> 
 
 async def known_older(client: Client, plain: Program, start: int) -> Story:
     """A long answer, of which there is one turn only."""
-    body = body_of(prompt_of(FIRST_LENGTHS[-1], start), NUM_OLDER_ANSWERED)
+    body = body_of(prompt_of(FIRST_LENGTHS[0], start), NUM_OLDER_ANSWERED)
     return Story((body,), (await client.plain(plain, body),))
 
 
 def start(deployment: Deployment, model: Path, transport: str) -> None:
     """Too few blocks for all; and an instance that shares nothing, to compare with."""
     options = (*MOVES[transport], "--enable-dev-endpoints", "--max-held-share", "1")
-    small = ("--num-blocks", "40", "--max-num-batched-tokens", "32")
+    small = ("--num-blocks", "60", "--max-num-batched-tokens", "12", "--max-num-seqs", "8")
     deployment.add_engine("prefill", model, *options, *small)
     for name in ("decode-a", "decode-b"):
         deployment.add_engine(name, model, *options, "--num-blocks", "72")
