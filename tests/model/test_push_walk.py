@@ -122,7 +122,7 @@ class PushWalk(RuleBasedStateMachine):
                     for transfer_id in list(self.transfers):
                         lost = PeerLost(transfer_id, ReceiveOutcome.SLOW, "")
                         self.run(self.receiver.handle(lost))
-                        self.run(self.receiver.handle(PeerQuiet(transfer_id)))
+                        self.run(self.receiver.handle(PeerQuiet(transfer_id, 2**62)))
                 case _:
                     pass
 
@@ -147,7 +147,9 @@ class PushWalk(RuleBasedStateMachine):
         transfer_id = message.transfer_id
         match message:
             case Register():
-                self.run(self.receiver.handle(RegisterAnswered(transfer_id, reply)))
+                self.run(
+                    self.receiver.handle(RegisterAnswered(transfer_id, reply, message.generation))
+                )
             case Renew():
                 self.run(self.receiver.handle(RenewAnswered(transfer_id, reply)))
             case Release():

@@ -63,6 +63,8 @@ class Request:
     step_end: int | None = None
     """A step runs that computes up to there."""
     is_begun: bool = False
+    is_complete: bool = False
+    """Handed over."""
     told_blocks: tuple[BlockNumber, ...] = ()
     receive_name: TransferId | None = None
     """Of what fills its blocks now, from ``first_received`` on."""
@@ -204,6 +206,7 @@ class Engine:
             self._count_change(request)
         request.told_blocks = blocks
         if is_complete:
+            request.is_complete = True
             self.network.call(self.name, "complete_send", request.transfer_id, blocks, END)
         else:
             self.network.call(self.name, "advance_send", request.transfer_id, blocks, end)
@@ -336,7 +339,11 @@ class Engine:
 
     def _pause(self, request: Request) -> None:
         self._count_change(request)
-        self.network.call(self.name, "pause_send", request.transfer_id)
+        try:
+            self.network.call(self.name, "pause_send", request.transfer_id)
+        except LocalProtocolError:
+            # Told too late, of what is handed over: refused, and nothing has changed.
+            assert request.is_complete
 
     def abort(self, request: Request, *, is_told: bool) -> None:
         """Its client has gone."""

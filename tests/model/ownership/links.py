@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,7 @@ class Session:
     answers: list[Answer] = field(default_factory=list)
     outbox: list[Asked] = field(default_factory=list)
     awaited: list[Flight] = field(default_factory=list)
-    pushes: set[TransferId] = field(default_factory=set)
+    pushes: dict[TransferId, int] = field(default_factory=dict)
     over: set[TransferId] = field(default_factory=set)
     """Transfers of which the asker, or the peer, wants nothing more."""
     late_releases: list[ferry.Release] = field(default_factory=list)
@@ -95,16 +94,12 @@ def lost_event(transfer_id: TransferId) -> ferry.PeerLost:
     return ferry.PeerLost(transfer_id, ferry.ReceiveOutcome.UNREACHABLE, "")
 
 
-_EVENT_OF: dict[type, Callable[..., Event]] = {
-    ferry.Register: ferry.RegisterAnswered,
-    ferry.Renew: ferry.RenewAnswered,
-}
-
-
 def answered_event(flight: Flight, effect: Asked, reply: Any) -> Event:  # noqa: ANN401 - of its kind
     if isinstance(effect, ferry.Acquire | ferry.AcquireHistory):
         return ferry.AcquireAnswered(effect.transfer_id, flight.sent_s, reply)
     if isinstance(effect, ferry.Release):
         is_quiet = getattr(reply, "is_quiet", False)
         return ferry.ReleaseAnswered(effect.transfer_id, is_quiet)
-    return _EVENT_OF[type(effect)](effect.transfer_id, reply)
+    if isinstance(effect, ferry.Register):
+        return ferry.RegisterAnswered(effect.transfer_id, reply, effect.generation)
+    return ferry.RenewAnswered(effect.transfer_id, reply)

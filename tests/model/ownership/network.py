@@ -93,7 +93,7 @@ class Network:
             case ferry.StopProgress():
                 session = self.sessions.get((name, effect.peer.instance_id))
                 if session is not None:
-                    session.pushes.discard(effect.transfer_id)
+                    session.pushes.pop(effect.transfer_id, None)
             case ferry.StartServing():
                 self.serving[name] += 1
             case ferry.StopServing():
@@ -138,14 +138,13 @@ class Network:
         session.requests.append(flight)
         session.awaited.append(flight)
         if isinstance(message, ferry.Register):
-            session.pushes.add(message.transfer_id)
+            session.pushes[message.transfer_id] = message.generation
         elif isinstance(message, ferry.Release):
             session.over.add(message.transfer_id)
 
     def _tell_unsent(self, session: Session, message: Asked) -> None:
-        is_register = isinstance(message, ferry.Register)
-        if is_register and message.transfer_id not in session.pushes:
-            self.tell(session.asker, ferry.PeerQuiet(message.transfer_id))
+        if isinstance(message, ferry.Register):
+            self.tell(session.asker, ferry.PeerQuiet(message.transfer_id, message.generation))
 
     def overdue(self) -> list[Session]:
         """Return the sessions whose peer owes an answer for too long."""
@@ -212,8 +211,8 @@ class Network:
                 running.copy.left.clear()
         for read in self._using(session, ferry.PostRead):
             self._end(read, is_done=False)
-        for transfer_id in sorted(session.pushes):
-            self.tell(session.asker, ferry.PeerQuiet(transfer_id))
+        for transfer_id, generation in sorted(session.pushes.items()):
+            self.tell(session.asker, ferry.PeerQuiet(transfer_id, generation))
 
     # -- messages -------------------------------------------------------------------------------
     def on_the_way(self, *, copies: bool = False) -> list[tuple[Session, Flight]]:

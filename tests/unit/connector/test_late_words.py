@@ -24,6 +24,7 @@ from kvferry.protocol.messages import (
     Quiet,
     Release,
     ReleaseOutcome,
+    Renew,
 )
 from kvferry.protocol.params import Mode
 from tests.unit.connector.conftest import (
@@ -244,7 +245,7 @@ def test_blocks_of_another_prompts_registration_are_free_at_once(world: World) -
     world.planner.receive(TRANSFER, blocks, 0)
     world.pool.drop(blocks)
     declined = Declined(DeclineReason.MISMATCH)
-    effects = world.planner.handle(RegisterAnswered(TRANSFER, declined))
+    effects = world.planner.handle(RegisterAnswered(TRANSFER, declined, 0))
     assert releasing(ReleaseOutcome.FAILED) in effects, "nor does the sender keep its own"
     assert only_outcome(world) is ReceiveOutcome.MISMATCH
     world.assert_idle()
@@ -291,5 +292,19 @@ def test_a_push_that_is_posted_just_as_it_is_given_up_stays_in_order() -> None:
     effects = world.planner.withdraw(TRANSFER)
     assert not any(isinstance(effect, PostWrite) for effect in effects)
     assert all(isinstance(effect, Notify) for effect in world.planner.handle(ended(write))[:1])
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_a_release_in_mid_write_is_not_called_quiet_by_a_heartbeat(world: World) -> None:
+    blocks = begin(world)
+    world.planner.answer(READER, make_register())
+    (write,) = writes(world.planner.advance_send(TRANSFER, blocks, 48))
+    world.planner.answer(READER, push_release())
+    _, effects = world.planner.answer("", Renew(TRANSFER, Epoch(5), 30.0))
+    assert names(effects) == ["Posting"]
+    assert names(world.planner.handle(ended(write))) == ["Quiet"]
+    _, effects = world.planner.answer("", Renew(TRANSFER, Epoch(5), 30.0))
+    assert names(effects) == ["Quiet"]
     world.pool.drop(blocks)
     world.assert_idle()

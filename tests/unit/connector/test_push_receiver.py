@@ -33,6 +33,7 @@ from kvferry.protocol.messages import (
     Posting,
     Quiet,
     Register,
+    Registered,
     ReleaseOutcome,
     Written,
 )
@@ -69,6 +70,11 @@ def give_blocks(world: World, generation: int) -> list[BlockNumber]:
     register = asked(register, Register)
     assert (register.generation, register.blocks) == (generation, tuple(blocks))
     return blocks
+
+
+def acknowledge(world: World, generation: int = 0) -> None:
+    registered = RegisterAnswered(TRANSFER, Registered(generation), generation)
+    assert world.planner.handle(registered) == []
 
 
 def notice(world: World, what: Notice) -> list[Effect]:
@@ -148,6 +154,7 @@ def test_a_failed_sender_frees_the_request_at_once_and_the_blocks_when_quiet(
     world: World, reason: FailureReason, outcome: ReceiveOutcome, is_quiet: bool
 ) -> None:
     blocks = start(world)
+    acknowledge(world)
     notice(world, Failed(TRANSFER, reason, is_quiet))
     assert only_outcome(world) is outcome
     world.pool.drop(blocks)
@@ -175,13 +182,14 @@ def test_a_lost_sender_is_reported_and_its_blocks_wait_for_proof(
             releasing(ReleaseOutcome.FAILED),
         ]
         assert world.pool.num_free == 13
-        world.planner.handle(PeerQuiet(TRANSFER))
+        world.planner.handle(PeerQuiet(TRANSFER, 0))
     world.assert_idle()
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_an_abort_while_filling_waits_for_the_senders_word(world: World, is_quiet: bool) -> None:
     blocks = start(world)
+    acknowledge(world)
     effects = world.planner.end_receive(TRANSFER, needed=True)
     assert releasing(ReleaseOutcome.CANCELLED) in effects
     world.pool.drop(blocks)
@@ -231,7 +239,7 @@ def test_what_has_ended_cannot_be_given_back(world: World) -> None:
 
 def test_a_declined_registration_gives_the_blocks_back(world: World) -> None:
     blocks = start(world)
-    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH, "")))
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH, ""), 0))
     assert only_outcome(world) is ReceiveOutcome.MISMATCH
     world.pool.drop(blocks)
     world.assert_idle()
@@ -258,6 +266,7 @@ def test_blocks_given_back_and_then_written_are_quiet_and_the_push_has_failed(
 
 def test_a_failed_sender_frees_what_was_given_back_before(world: World) -> None:
     blocks = start(world)
+    acknowledge(world)
     world.planner.give_back(TRANSFER)
     world.pool.drop(blocks)
     notice(world, Failed(TRANSFER, FailureReason.ABORTED, is_quiet=True))
@@ -270,7 +279,7 @@ def test_a_first_token_of_another_prompt_under_the_same_id_is_ignored(world: Wor
     assert notice(world, FirstTokenReady(TRANSFER, TOKEN, b"e" * 32)) == []
     assert notice(world, Written(TRANSFER, 0, 0, 3, PROMPT.num_tokens, TOKEN, b"e" * 32)) == []
     assert world.planner.take_first_tokens() == []
-    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH)))
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.MISMATCH), 0))
     assert only_outcome(world) is ReceiveOutcome.MISMATCH
     world.pool.drop(blocks)
     world.assert_idle()
@@ -286,7 +295,7 @@ def test_the_same_transfer_again_does_not_take_an_earlier_end_for_its_own(world:
     world.planner.receive(TRANSFER, blocks, 0)
     notice(world, WRITTEN)
     assert world.planner.take_results() == []
-    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE)))
+    world.planner.handle(RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE), 1))
     assert only_outcome(world) is ReceiveOutcome.GONE
     world.pool.drop(blocks)
     world.assert_idle()
@@ -306,6 +315,7 @@ def test_two_starts_count_their_registrations_from_numbers_of_their_own() -> Non
 
 def test_a_sender_that_ended_with_nothing_written_is_not_waited_for(world: World) -> None:
     blocks = start(world)
+    acknowledge(world)
     notice(world, Quiet(TRANSFER, 2**40))
     assert only_outcome(world) is ReceiveOutcome.GONE
     world.pool.drop(blocks)
@@ -331,10 +341,67 @@ def test_blocks_given_back_are_progressed_until_they_are_quiet(world: World) -> 
     notice(world, Posting(TRANSFER, 0))
     world.planner.give_back(TRANSFER)
     world.planner.receive(TRANSFER, others := world.pool.allocate(3), 0)
-    declined = RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE))
+    declined = RegisterAnswered(TRANSFER, Declined(DeclineReason.GONE), 1)
     assert world.planner.handle(declined) == [NotifyEngine()]
     assert only_outcome(world) is ReceiveOutcome.GONE
     world.pool.drop([*blocks, *others])
     assert world.planner.snapshot().num_blocks_quarantined == 3
-    assert world.planner.handle(PeerQuiet(TRANSFER)) == [StopProgress(PEER, TRANSFER)]
+    assert world.planner.handle(PeerQuiet(TRANSFER, 0)) == [StopProgress(PEER, TRANSFER)]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("word", "outcome"),
+    [
+        (Failed(TRANSFER, FailureReason.MISMATCH, is_quiet=True), ReceiveOutcome.MISMATCH),
+        (Failed(TRANSFER, FailureReason.ABORTED, is_quiet=True), ReceiveOutcome.GONE),
+        (Quiet(TRANSFER, 2**40), ReceiveOutcome.GONE),
+    ],
+)
+@pytest.mark.parametrize("accepted", [True, False])
+def test_what_was_said_before_a_registration_was_heard_says_nothing_of_its_blocks(
+    world: World, word: Notice, outcome: ReceiveOutcome, accepted: bool
+) -> None:
+    """It may be on its way still, and be obeyed."""
+    blocks = start(world)
+    notice(world, word)
+    assert only_outcome(world) is outcome
+    world.pool.drop(blocks)
+    world.planner.handle(ReleaseAnswered(TRANSFER, True))
+    assert world.pool.num_free == 13, "of an earlier life under this id, perhaps"
+    reply = Registered(0) if accepted else Declined(DeclineReason.GONE)
+    world.planner.handle(RegisterAnswered(TRANSFER, reply, 0))
+    if accepted:
+        assert world.pool.num_free == 13
+        world.planner.handle(ReleaseAnswered(TRANSFER, True))
+    world.assert_idle()
+
+
+def test_quiet_of_another_receivers_generation_is_none_of_ours() -> None:
+    world = make_world(epoch=2**40)
+    begin(world)
+    blocks = world.pool.allocate(3)
+    (register,) = world.planner.receive(TRANSFER, blocks, 0)
+    generation = asked(register, Register).generation
+    acknowledge(world, generation)
+    for others in (generation - 1, generation + 1, 2**39):
+        assert notice(world, Quiet(TRANSFER, others)) == []
+    assert world.pool.num_free == 13
+    notice(world, Quiet(TRANSFER, generation))
+    assert only_outcome(world) is ReceiveOutcome.GONE
+    world.pool.drop(blocks)
+    world.assert_idle()
+
+
+def test_a_link_that_is_quiet_says_nothing_of_what_was_registered_since(world: World) -> None:
+    blocks = start(world)
+    world.planner.give_back(TRANSFER)
+    world.pool.drop(blocks)
+    others = give_blocks(world, 1)
+    world.pool.drop(others)
+    world.planner.end_receive(TRANSFER, needed=True)
+    assert world.pool.num_free == 10
+    world.planner.handle(PeerQuiet(TRANSFER, 0))
+    assert world.pool.num_free == 13
+    world.planner.handle(PeerQuiet(TRANSFER, 1))
     world.assert_idle()

@@ -23,6 +23,7 @@ from tests.unit.connector.conftest import (
 from tests.unit.connector.test_push_receiver import (
     TOKEN,
     WRITTEN,
+    acknowledge,
     begin,
     give_blocks,
     notice,
@@ -47,6 +48,7 @@ def test_a_prefill_that_was_preempted_is_admitted_no_more_until_it_goes_on() -> 
     """Its receiver's blocks may be what it waits for: they count, and may be taken back."""
     world = make_world(max_registered_share=0.25)
     blocks = start(world)
+    acknowledge(world)
     for is_admitted in (True, False, True):
         world.planner.handle(RenewAnswered(TRANSFER, Renewed(30.0, is_admitted)))
         assert world.planner.may_receive(TRANSFER, 1000) is is_admitted

@@ -33,10 +33,11 @@ class AcquireAnswered(_Event, frozen=True):
 
 
 class RegisterAnswered(_Event, frozen=True):
-    """The sender's reply to a registration."""
+    """The sender's reply to the registration of that generation."""
 
     transfer_id: TransferId
     reply: Registered | Declined
+    generation: int
 
 
 class RenewAnswered(_Event, frozen=True):
@@ -62,9 +63,11 @@ class Noticed(_Event, frozen=True):
 
 
 class PeerQuiet(_Event, frozen=True):
-    """The link to ``peer`` is down, and nothing that the peer posted on it can land any more."""
+    """A link is down, and nothing that the peer posted on it can land any more: of what it was told
+    of there, the registrations up to ``generation``, or it was never told of them."""
 
     transfer_id: TransferId
+    generation: int
 
 
 class PeerLost(_Event, frozen=True):

@@ -213,7 +213,7 @@ class Mover:
         # was decided for the old link must not be executed on the new one.
         self._planner.lose_reader(reader_name(message))
         self._settle()
-        return self._inbound.greet(message)
+        return self._inbound.greet(identity, message)
 
     # -- effects --------------------------------------------------------------------------------
     def _settle(self) -> None:

@@ -44,6 +44,8 @@ class InboundPeers:
     def __init__(self, parts: MoverParts) -> None:
         self._parts = parts
         self._links: OrderedDict[str, Link] = OrderedDict()
+        self._connections: dict[str, bytes] = {}
+        """By reader: on which connection its link's handshake came."""
         self._serving: set[str] = set()
         self._routes: OrderedDict[TransferId, _Route] = OrderedDict()
 
@@ -76,7 +78,7 @@ class InboundPeers:
         route = self._routes.get(transfer_id)
         return route.identity if route is not None else None
 
-    def greet(self, hello: Hello) -> Reply:
+    def greet(self, identity: bytes, hello: Hello) -> Reply:
         """Answer a handshake. The planner has given up by now what the reader had registered."""
         own = self._parts.hello
         try:
@@ -89,7 +91,10 @@ class InboundPeers:
         max_peers = self._parts.config.max_peers
         if len(self._links) >= max_peers and not self._evict_one():
             return decline(DeclineReason.PRESSURE, f"{max_peers} peers are connected")
-        return self._connect(reader_name(hello), hello)
+        reply = self._connect(reader_name(hello), hello)
+        if isinstance(reply, HelloReply):
+            self._connections[reader_name(hello)] = identity
+        return reply
 
     def answer(self, identity: bytes, message: Message) -> Reply:
         """Return the reply to a message from a peer that has shaken hands."""
@@ -98,8 +103,10 @@ class InboundPeers:
         match message:
             case Acquire() | AcquireHistory() | Register():
                 reader = reader_name(message)
-                if reader not in self._links:
-                    return decline(DeclineReason.UNKNOWN_PEER, f"{reader} has not said hello")
+                # What comes late on an earlier connection is of blocks that it has given up.
+                if self._connections.get(reader) != identity:
+                    detail = f"{reader} has not said hello on this connection"
+                    return decline(DeclineReason.UNKNOWN_PEER, detail)
                 self._links.move_to_end(reader)
                 return self._parts.planner.answer(reader, message)
             case Renew():
@@ -118,6 +125,7 @@ class InboundPeers:
     def drop(self, reader: str) -> None:
         """Disconnect ``reader``; it may shake hands again."""
         link = self._links.pop(reader)
+        self._connections.pop(reader, None)
         link.disconnect()
 
     def _connect(self, reader: str, hello: Hello) -> Reply:

@@ -20,7 +20,7 @@ from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Release
+from kvferry.protocol.messages import Register, Release
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import Link
 
@@ -49,7 +49,7 @@ class OutboundPeers:
         self._count_malformed = count_malformed
         self._sessions: dict[PeerAddress, Session] = {}
         self._progressing: dict[TransferId, PeerAddress] = {}
-        self._unquiet: list[tuple[Link, frozenset[TransferId]]] = []
+        self._unquiet: list[tuple[Link, dict[TransferId, int]]] = []
         """Links that are down, and the pushes that may still land on them."""
 
     @property
@@ -96,7 +96,9 @@ class OutboundPeers:
             transfer_id = effect.message.transfer_id
             lost = PeerLost(transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
             if not isinstance(effect.message, Release):
-                self._events.extend((lost, PeerQuiet(transfer_id)))
+                self._events.append(lost)
+            if isinstance(effect.message, Register):
+                self._events.append(PeerQuiet(transfer_id, effect.message.generation))
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""
@@ -112,7 +114,7 @@ class OutboundPeers:
         self._progressing.pop(transfer_id, None)
         session = self._sessions.get(peer)
         if session is not None:
-            session.pushes.discard(transfer_id)
+            session.pushes.pop(transfer_id, None)
 
     def progress(self) -> None:
         """Serve what senders have posted."""
@@ -142,12 +144,12 @@ class OutboundPeers:
     def tell_quiet(self) -> None:
         """Report the pushes of links that are down and have become quiet."""
         unquiet, self._unquiet = self._unquiet, []
-        for link, transfer_ids in unquiet:
+        for link, pushes in unquiet:
             link.disconnect()  # again, where it could not be torn down before
             if link.is_quiet():
-                self._events.extend(PeerQuiet(transfer_id) for transfer_id in sorted(transfer_ids))
+                self._events.extend(PeerQuiet(*push) for push in sorted(pushes.items()))
             else:
-                self._unquiet.append((link, transfer_ids))
+                self._unquiet.append((link, pushes))
 
     def disconnect(self, peer: PeerAddress, transfer_id: TransferId) -> None:
         """Tear the link down that ``transfer_id`` uses; all that waits for ``peer`` is told."""
@@ -301,4 +303,4 @@ class OutboundPeers:
     def _note_link_closed(self, session: Session) -> None:
         session.link_closed = True
         if session.pushes:
-            self._unquiet.append((session.link, frozenset(session.pushes)))
+            self._unquiet.append((session.link, dict(session.pushes)))

@@ -116,8 +116,8 @@ class Session:
     link_closed: bool = False
     peer_version: int = 0
     """Protocol version that the peer has shown."""
-    pushes: set[TransferId] = field(default_factory=set)
-    """Transfers for which the peer was told where to write."""
+    pushes: dict[TransferId, int] = field(default_factory=dict)
+    """Transfers for which the peer was told where to write, with the last generation."""
     late_releases: list[Release] = field(default_factory=list)
     """What could not be said, or may not have been heard, before the session was lost: the peer
     may have been away for a moment only, and still hold something. One that never was there holds
@@ -225,8 +225,9 @@ class Session:
 
     def _unsent_events(self, message: Asked) -> list[Event]:
         """The peer was never told of the blocks of a registration that was not sent."""
-        is_unknown = isinstance(message, Register) and message.transfer_id not in self.pushes
-        return [PeerQuiet(message.transfer_id)] if is_unknown else []
+        if not isinstance(message, Register):
+            return []
+        return [PeerQuiet(message.transfer_id, message.generation)]
 
     def _send(self, message: Request, asked: Asked | None) -> None:
         sent_s = self.clock.monotonic_s()
@@ -238,7 +239,7 @@ class Session:
         self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, asked)
         if isinstance(asked, Register):
             self.link.note_peer_writes()
-            self.pushes.add(asked.transfer_id)
+            self.pushes[asked.transfer_id] = asked.generation
 
     def _on_reply(self, awaited: _Awaited, reply: Message) -> list[Event]:
         asked = awaited.asked
@@ -312,7 +313,7 @@ def _answered(asked: Asked, sent_s: float, reply: Message) -> Event | None:
         case Acquire() | AcquireHistory(), Granted() | Declined():
             return AcquireAnswered(transfer_id, sent_s, reply)
         case Register(), Registered() | Declined():
-            return RegisterAnswered(transfer_id, reply)
+            return RegisterAnswered(transfer_id, reply, asked.generation)
         case Renew(), Renewed() | Declined():
             return RenewAnswered(transfer_id, reply)
         case Release(), Released():

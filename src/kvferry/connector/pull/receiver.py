@@ -244,7 +244,7 @@ class PullReceiver:
             case ReceiveAction.QUARANTINE_BLOCKS:
                 self._incoming.enter_quarantine(receive)
             case ReceiveAction.LEAVE_QUARANTINE:
-                self._incoming.leave_quarantine(receive, receive.generation)
+                self._incoming.leave_quarantine(receive, [receive.generation])
             case ReceiveAction.START_GRACE:
                 self._incoming.start_grace(receive)
             case ReceiveAction.REPORT:

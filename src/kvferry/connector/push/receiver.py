@@ -5,7 +5,7 @@ Decides by ``table.PUSH_RECEIVER``; moves nothing itself. Not locked: ``Planner`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from kvferry.connector.machine.effects import (
@@ -28,6 +28,7 @@ from kvferry.connector.machine.events import (
 )
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome
 from kvferry.connector.push.table import (
+    ALL_GENERATIONS,
     PUSH_RECEIVER,
     IncomingAction,
     IncomingEvent,
@@ -74,12 +75,25 @@ class IncomingPush(Incoming):
     next_beat_s: float
     state: IncomingState = PUSH_RECEIVER.initial
     generation: int = -1
-    quiet_generation: int = -1
-    """What was said last: of this one and of older ones nothing can land any more."""
+    answered_generation: int = -1
+    """The last one that the sender has answered: of later ones it may not have known when it said
+    something of the whole push."""
+    quiet_generations: frozenset[int] = frozenset()
+    """Of those in quarantine, the ones of which it was said last that nothing can land any more."""
     is_known: bool = False
     """The sender has answered for this transfer before: if it no longer does, it is gone."""
     is_admitted: bool = False
     end: PrefillEnd | None = None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the sender may learn of the blocks of now yet."""
+        is_filling = self.state is IncomingState.FILLING
+        return is_filling and self.answered_generation < self.generation
+
+    def quarantined_up_to(self, generation: int) -> frozenset[int]:
+        """Return which in quarantine are not later ones than ``generation``."""
+        return frozenset(g for g in self.quarantined if g <= generation)
 
     @property
     def is_waiting_for_prefill(self) -> bool:
@@ -98,6 +112,7 @@ class PushReceiver:
         # Counted on from a number of this start's own: no two registrations share one, not even
         # those of two instances under one transfer id.
         self._next_generation = self._config.epoch >> _EPOCH_BITS_NOT_IN_GENERATION
+        self._first_generation = self._next_generation
 
     # -- the engine's calls -------------------------------------------------------------------
     def begin(self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity) -> None:
@@ -159,20 +174,15 @@ class PushReceiver:
     def handle(self, push: IncomingPush, event: PushEvent) -> None:
         """Take in what the mover reports of a push."""
         match event:
-            case RegisterAnswered(reply=Declined() as declined):
-                self._fail(push, declined)
-                is_mismatch = declined.reason is DeclineReason.MISMATCH
-                refused = IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.DECLINED
-                self._step(push, refused)
             case RegisterAnswered():
-                push.is_known = True
+                self._on_registration_answered(push, event)
             case RenewAnswered():
                 self._on_beat_answered(push, event)
             case ReleaseAnswered():
                 if event.is_quiet:
-                    self._on_quiet(push, push.generation)
+                    self._on_quiet(push, push.answered_generation)
             case PeerQuiet():
-                self._on_quiet(push, push.generation)
+                self._on_quiet(push, event.generation)
             case PeerLost():
                 push.outcome, push.detail = event.outcome, event.detail
                 self._step(push, IncomingEvent.PEER_LOST)
@@ -202,6 +212,19 @@ class PushReceiver:
     # -- decisions ----------------------------------------------------------------------------
     def _fail(self, push: IncomingPush, declined: Declined) -> None:
         push.outcome, push.detail = OUTCOME_OF_DECLINE[declined.reason], declined.detail
+
+    def _on_registration_answered(self, push: IncomingPush, event: RegisterAnswered) -> None:
+        push.answered_generation = max(push.answered_generation, event.generation)
+        if not isinstance(event.reply, Declined):
+            push.is_known = True
+            return
+        if push.state is not IncomingState.FILLING or event.generation != push.generation:
+            # Its blocks were given back since, or the request has ended: none was ever accepted.
+            self._leave(push, {event.generation})
+            return
+        self._fail(push, event.reply)
+        is_mismatch = event.reply.reason is DeclineReason.MISMATCH
+        self._step(push, IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.DECLINED)
 
     def _on_beat_answered(self, push: IncomingPush, event: RenewAnswered) -> None:
         if isinstance(event.reply, Declined):
@@ -258,10 +281,10 @@ class PushReceiver:
             self._on_first_token(push, _prefill_end(notice))
         if notice.generation != push.generation:
             return
-        push.quiet_generation = notice.generation
         if push.state is IncomingState.ENDED:
-            self._step(push, IncomingEvent.QUIET)
+            self._on_quiet(push, notice.generation)
             return
+        push.quiet_generations = push.quarantined_up_to(notice.generation)
         if push.state is IncomingState.ANNOUNCED:
             push.outcome = ReceiveOutcome.FAILED
             push.detail = "its blocks were given back, and the sender has written them since"
@@ -281,31 +304,38 @@ class PushReceiver:
         self._step(push, IncomingEvent.WRITTEN)
 
     def _on_failed(self, push: IncomingPush, notice: Failed) -> None:
-        if push.state is IncomingState.ENDED:
-            if notice.is_quiet:
-                self._on_quiet(push, push.generation)
+        if notice.is_quiet:
+            self._on_quiet(push, push.answered_generation)
+        if push.state is IncomingState.ENDED or push.state is IncomingState.CLOSED:
             return
         push.outcome = OUTCOME_OF_FAILURE[notice.reason]
         push.detail = notice.detail or f"the sender gave up: {notice.reason}"
-        if not notice.is_quiet:
+        if not notice.is_quiet or push.is_unanswered:
             self._step(push, IncomingEvent.FAILED)
             return
-        self._on_quiet(push, push.generation)
         is_mismatch = notice.reason is FailureReason.MISMATCH
         self._step(push, IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.FAILED_QUIET)
 
     def _on_quiet_notice(self, push: IncomingPush, generation: int) -> None:
-        if push.state is IncomingState.FILLING and generation >= push.generation:
-            push.outcome = ReceiveOutcome.GONE
-            push.detail = "the sender has ended the push, or serves another receiver"
-            push.quiet_generation = generation
-            self._step(push, IncomingEvent.FAILED_QUIET)
-            return
+        is_own = self._first_generation <= generation < self._next_generation
+        if generation >= ALL_GENERATIONS:  # the push has ended, for all who had registered by then
+            generation = push.answered_generation
+        elif not is_own:
+            return  # of another receiver, which was heard of before
         self._on_quiet(push, generation)
+        if push.state is not IncomingState.FILLING or (is_own and generation < push.generation):
+            return
+        push.outcome = ReceiveOutcome.GONE
+        push.detail = "the sender has ended the push, or serves another receiver"
+        is_unknown = push.is_unanswered and not is_own
+        self._step(push, IncomingEvent.FAILED if is_unknown else IncomingEvent.FAILED_QUIET)
 
     def _on_quiet(self, push: IncomingPush, generation: int) -> None:
         """Nothing of ``generation`` and of older ones can land here any more."""
-        push.quiet_generation = generation
+        self._leave(push, push.quarantined_up_to(generation))
+
+    def _leave(self, push: IncomingPush, generations: Set[int]) -> None:
+        push.quiet_generations = frozenset(generations)
         self._step(push, IncomingEvent.QUIET)
 
     def _on_deadline(self, push: IncomingPush) -> None:
@@ -332,7 +362,7 @@ class PushReceiver:
             case IncomingAction.QUARANTINE_BLOCKS:
                 self._incoming.enter_quarantine(push)
             case IncomingAction.LEAVE_QUARANTINE:
-                self._incoming.leave_quarantine(push, push.quiet_generation)
+                self._incoming.leave_quarantine(push, push.quiet_generations)
             case IncomingAction.START_PROGRESS:
                 self._context.emit(StartProgress(peer, transfer_id))
             case IncomingAction.STOP_PROGRESS:

@@ -20,6 +20,7 @@ from kvferry.connector.machine.events import WriteEnded
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
 from kvferry.connector.push.early import NOT_PUSHED, EarlyRegistrations, find_mismatch
 from kvferry.connector.push.table import (
+    ALL_GENERATIONS,
     PUSH_SENDER,
     OutgoingAction,
     OutgoingEvent,
@@ -55,7 +56,6 @@ _REASON_OF_END = {
     OutgoingEvent.PRESSURE: FailureReason.PRESSURE,
     OutgoingEvent.WRITE_FAILED: FailureReason.TRANSPORT,
 }
-_ALL_GENERATIONS = 2**40
 _PREFILL_GOES_ON = (OutgoingState.COMPUTING, OutgoingState.FOLLOWING)
 
 
@@ -174,8 +174,8 @@ class PushSender:
 
     def pause(self, push: OutgoingPush) -> None:
         """See ``ConnectorPort.pause_send``."""
-        push.has_blocks = False
         self.step(push, OutgoingEvent.PAUSED)
+        push.has_blocks = False
 
     def complete(self, push: OutgoingPush, blocks: Sequence[BlockNumber], end: PrefillEnd) -> None:
         """See ``ConnectorPort.complete_send``."""
@@ -328,6 +328,10 @@ class PushSender:
         """Take in an event of one push."""
         self._context.run(PUSH_SENDER, push, event, lambda *what: self._act(push, *what))
         if push.state is PUSH_SENDER.final:
+            if self._outgoing.end_of(push.transfer_id) is None:
+                # Said only now: until then a WRITE may have run.
+                nothing = Quiet(push.transfer_id, ALL_GENERATIONS)
+                self._outgoing.remember_end(push.transfer_id, End(event.value, nothing))
             self._outgoing.close(push)
 
     def _act(  # noqa: C901 - one branch per action
@@ -404,9 +408,6 @@ class PushSender:
         self._notify(push, notice)
 
     def _count_end(self, push: OutgoingPush, event: OutgoingEvent) -> None:
-        if self._outgoing.end_of(push.transfer_id) is None:
-            nothing = Quiet(push.transfer_id, _ALL_GENERATIONS)
-            self._outgoing.remember_end(push.transfer_id, End(event.value, nothing))
         outcome = "written" if event is OutgoingEvent.IS_WRITTEN else event.value
         self._context.count("offer", outcome)
         self._context.emit(CountOfferEnd(outcome))

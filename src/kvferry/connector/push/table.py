@@ -11,6 +11,9 @@ from enum import StrEnum
 
 from kvferry.connector.machine.table import Rule, Table
 
+ALL_GENERATIONS = 2**40
+"""In a ``quiet``: of a push that has ended, whoever had registered."""
+
 
 class OutgoingState(StrEnum):
     """Where a sender is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -139,9 +139,9 @@ class IncomingTransfers:
         transfer.quarantined.add(transfer.generation)
         self.drop(transfer)
 
-    def leave_quarantine(self, transfer: Incoming, generation: int) -> None:
-        """Nothing of ``generation`` and of older ones can touch memory here any more."""
-        for quiet in [g for g in transfer.quarantined if g <= generation]:
+    def leave_quarantine(self, transfer: Incoming, generations: Iterable[int]) -> None:
+        """Nothing of ``generations`` can touch memory here any more."""
+        for quiet in generations:
             self._quarantine.leave((transfer.transfer_id, quiet))
             transfer.quarantined.discard(quiet)
 
