@@ -15,7 +15,7 @@ from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
+from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.connector.ports import (
     ConnectorPort,
     ConnectorSnapshot,
@@ -120,7 +120,7 @@ def make_side(name: str, transport_name: str = "shm", **changes: object) -> Side
     config = ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(hash(name) % 1000 + 1))
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     exchange_memory = ExchangeMemory(pool, layout, transport, regions, compatibility)
-    exchange = create_exchange(config, exchange_memory, SystemClock(), metrics.exchange)
+    exchange = Exchange(config, exchange_memory, SystemClock(), metrics.exchange)
     blocks = memory.reshape(NUM_BLOCKS, BLOCK_BYTES)
     side = Side(exchange, pool, blocks, transport, metrics, event, event.set)
     exchange.start(lambda: side.on_results())

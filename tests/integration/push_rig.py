@@ -16,7 +16,7 @@ from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.exchange import ExchangeMemory, create_exchange
+from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import Forward
@@ -101,7 +101,7 @@ class Side:
         regions = [MemoryRegion(cache.address, shape.block_bytes, shape.block_bytes, num_blocks)]
         self.transport.register(regions)
         self.pool = BlockPool(num_blocks)
-        self.exchange = create_exchange(
+        self.exchange = Exchange(
             ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(1), **(exchange or {})),
             ExchangeMemory(
                 self.pool, model.layout(config.block_size_tokens), self.transport, regions

@@ -12,7 +12,7 @@ import numpy as np
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
+from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
 from kvferry.connector.wish import HistoryWish
 from kvferry.observe.metrics import Metrics
@@ -78,7 +78,7 @@ class BlockReader:
             instance_id=InstanceId("reader"), epoch=new_epoch(), history_timeout_s=_READ_S
         )
         memory = ExchangeMemory(self._pool, self._layout, transport)
-        exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
+        exchange = Exchange(config, memory, SystemClock(), Metrics().exchange)
         stack.callback(exchange.close)
         exchange.start(self._done.set)
         return exchange

@@ -39,7 +39,10 @@ class ExchangeMemory:
 
 
 class Exchange:
-    """``start`` opens for business, ``close`` ends all."""
+    """``start`` opens for business, ``close`` ends all. The transport has its memory by then.
+
+    Opens the control port; raises ``ConfigError`` if that fails.
+    """
 
     def __init__(
         self, config: ExchangeConfig, memory: ExchangeMemory, clock: Clock, metrics: ExchangeMetrics
@@ -105,13 +108,3 @@ class Exchange:
             compatibility=self._memory.compatibility,
             receives=self._planner.ends_of_receives(),
         )
-
-
-def create_exchange(
-    config: ExchangeConfig, memory: ExchangeMemory, clock: Clock, metrics: ExchangeMetrics
-) -> Exchange:
-    """Build an exchange: opens the control port (``ConfigError`` if that fails), starts nothing.
-
-    The transport's memory must be registered already.
-    """
-    return Exchange(config, memory, clock, metrics)

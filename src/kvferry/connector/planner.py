@@ -30,6 +30,7 @@ from kvferry.connector.ports import (
 )
 from kvferry.connector.pull.receiver import PullEvent, PullReceive, PullReceiver
 from kvferry.connector.pull.sender import Offer, PullSender
+from kvferry.connector.pull.table import OfferEvent
 from kvferry.connector.push.early import NOT_PUSHED
 from kvferry.connector.push.receiver import IncomingPush, PushEvent, PushReceiver
 from kvferry.connector.push.sender import OutgoingPush, PushSender
@@ -233,7 +234,7 @@ class Planner:
         with self._deciding():
             offer = self._outgoing.find(transfer_id, Offer)
             if offer is not None:
-                self._pull_sender.withdraw(offer)
+                self._pull_sender.step(offer, OfferEvent.WITHDRAWN)
             else:
                 self._push_sender.withdraw(transfer_id)
 

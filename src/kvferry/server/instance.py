@@ -16,7 +16,7 @@ from kvferry.blocks.renewing import RenewingBlocks
 from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.config import is_loopback
-from kvferry.connector.exchange import Exchange, ExchangeMemory, create_exchange
+from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.engine.bundled_model import resolve_model
 from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.observe.log import get_logger
@@ -143,7 +143,7 @@ def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
         exchange_memory = ExchangeMemory(
             blocks, layout, transport, [memory.region], _compatibility(tokenizer, model)
         )
-        exchange = create_exchange(config.exchange, exchange_memory, clock, metrics.exchange)
+        exchange = Exchange(config.exchange, exchange_memory, clock, metrics.exchange)
         parts.callback(exchange.close)
         engine = Engine(
             config.engine, model, memory.cache, pool,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig, is_loopback
-from kvferry.connector.exchange import ExchangeMemory, create_exchange
+from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.compatibility import Compatibility
@@ -124,7 +124,7 @@ class WorkerHalf:
             parts.callback(transport.close)
             transport.register(list(regions))
             memory = ExchangeMemory(self._pins, layout, transport, regions, compatibility)
-            exchange = create_exchange(config, memory, SystemClock(), Metrics().exchange)
+            exchange = Exchange(config, memory, SystemClock(), Metrics().exchange)
             parts.callback(exchange.close)
             self._exchange = exchange
             self._transport = transport

@@ -40,6 +40,7 @@ from kvferry.connector.machine.events import (
     RenewAnswered,
     WriteEnded,
 )
+from kvferry.connector.peers.sessions import never_told
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import (
     ConnectorSnapshot,
@@ -86,6 +87,7 @@ __all__ = [
     "Release",
     "Renew",
     "Send",
+    "never_told",
     "StartServing",
     "StopProgress",
     "StopServing",

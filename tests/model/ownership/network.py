@@ -144,7 +144,7 @@ class Network:
 
     def _tell_unsent(self, session: Session, message: Asked) -> None:
         if isinstance(message, ferry.Register):
-            self.tell(session.asker, ferry.PeerQuiet(message.transfer_id, message.generation))
+            self.tell(session.asker, ferry.never_told(message))
 
     def overdue(self) -> list[Session]:
         """Return the sessions whose peer owes an answer for too long."""

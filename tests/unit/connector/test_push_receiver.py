@@ -405,3 +405,15 @@ def test_a_link_that_is_quiet_says_nothing_of_what_was_registered_since(world: W
     assert world.pool.num_free == 13
     world.planner.handle(PeerQuiet(TRANSFER, 1))
     world.assert_idle()
+
+
+def test_a_registration_that_was_never_sent_says_nothing_of_an_earlier_one(world: World) -> None:
+    blocks = start(world)
+    world.planner.give_back(TRANSFER)
+    world.pool.drop(blocks)
+    world.pool.drop(give_blocks(world, 1))
+    world.planner.end_receive(TRANSFER, needed=True)
+    world.planner.handle(PeerQuiet(TRANSFER, 1, first_generation=1))
+    assert world.pool.num_free == 13
+    world.planner.handle(PeerQuiet(TRANSFER, 0))
+    world.assert_idle()

@@ -103,7 +103,7 @@ def setup() -> Setup:
     peer_link = make_transport(hub).open_link("here")
     peer_link.connect(link.local_metadata)
     hello = Hello(InstanceId("here"), Epoch(3), LAYOUT, "memory", link.local_metadata)
-    session = Session(PEER, channel, link, hello, clock, 2.0)
+    session = Session(PEER, channel, link, hello, clock, 2.0)  # type: ignore[arg-type]
     return Setup(session, channel, clock, peer_link)
 
 

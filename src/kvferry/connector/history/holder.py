@@ -24,9 +24,6 @@ from kvferry.protocol.messages import (
     decline,
 )
 
-EXPIRED = "expired"
-REPLACED = "replaced"
-
 
 class HistoryHolder:
     """All leases of peers that read a conversation back from here, by the reader's own id."""
@@ -44,7 +41,7 @@ class HistoryHolder:
         """
         if len(set(message.block_hashes)) != len(message.block_hashes):
             return decline(DeclineReason.MALFORMED, "a block hash is named twice")
-        self._end(reader, message.transfer_id, REPLACED)
+        self._end(reader, message.transfer_id, "replaced")
         blocks = self._context.blocks
         found = blocks.acquire_cached(message.block_hashes[: self._max_blocks])
         partials = self._acquire_partials(message, found)
@@ -84,7 +81,7 @@ class HistoryHolder:
     def tick(self) -> None:
         """End the leases whose time is over."""
         for reader, transfer_id in self.leases.take_expired():
-            self._end(reader, transfer_id, EXPIRED)
+            self._end(reader, transfer_id, "expired")
 
     def _end(self, reader: str, transfer_id: TransferId, outcome: str) -> bool:
         if not self.leases.release(reader, transfer_id):

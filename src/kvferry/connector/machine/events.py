@@ -63,11 +63,12 @@ class Noticed(_Event, frozen=True):
 
 
 class PeerQuiet(_Event, frozen=True):
-    """A link is down, and nothing that the peer posted on it can land any more: of what it was told
-    of there, the registrations up to ``generation``, or it was never told of them."""
+    """A link is down, and nothing that the peer posted on it can land any more: of registrations
+    from ``first_generation`` to ``generation`` it was told there, or never."""
 
     transfer_id: TransferId
     generation: int
+    first_generation: int = 0
 
 
 class PeerLost(_Event, frozen=True):

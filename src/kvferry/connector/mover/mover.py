@@ -109,28 +109,25 @@ class Mover:
         self._poller.register(self._waker.descriptor, zmq.POLLIN)
         try:
             while not self._stopping:
-                self._wait_or_rest()
+                self._wait()
                 self._turn()
             self._settle()
         finally:
             self._tear_down()
 
-    def _wait_or_rest(self) -> None:
+    def _wait(self) -> None:
         """Wait for what is next. A bug met in waiting must not end the thread that all need."""
         try:
-            self._wait()
+            wait_s = self._wait_s()
+            if wait_s < MAX_TURN_S:
+                # ZeroMQ waits in whole milliseconds; a transfer that runs wants shorter turns.
+                self._waker.wait(wait_s)
+                wait_s = 0.0
+            self._poller.poll(math.ceil(wait_s * 1000))
+            self._waker.clear()
         except Exception:
             _logger.exception("the mover failed in waiting: a bug in kvferry")
             time.sleep(FAILURE_REST_S)
-
-    def _wait(self) -> None:
-        wait_s = self._wait_s()
-        if wait_s < MAX_TURN_S:
-            # ZeroMQ waits in whole milliseconds; a transfer that runs wants shorter turns.
-            self._waker.wait(wait_s)
-            wait_s = 0.0
-        self._poller.poll(math.ceil(wait_s * 1000))
-        self._waker.clear()
 
     def _turn(self) -> None:
         """Do one turn of each duty. A bug met in one must not end the thread that all need."""

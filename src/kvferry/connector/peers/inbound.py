@@ -91,10 +91,7 @@ class InboundPeers:
         max_peers = self._parts.config.max_peers
         if len(self._links) >= max_peers and not self._evict_one():
             return decline(DeclineReason.PRESSURE, f"{max_peers} peers are connected")
-        reply = self._connect(reader_name(hello), hello)
-        if isinstance(reply, HelloReply):
-            self._connections[reader_name(hello)] = identity
-        return reply
+        return self._connect(identity, reader_name(hello), hello)
 
     def answer(self, identity: bytes, message: Message) -> Reply:
         """Return the reply to a message from a peer that has shaken hands."""
@@ -128,14 +125,14 @@ class InboundPeers:
         self._connections.pop(reader, None)
         link.disconnect()
 
-    def _connect(self, reader: str, hello: Hello) -> Reply:
+    def _connect(self, identity: bytes, reader: str, hello: Hello) -> Reply:
         link = self._parts.transport.open_link(reader, peer_writes=False)
         try:
             link.connect(hello.transport_metadata)
         except FerryError as error:
             link.disconnect()
             return decline(DeclineReason.MALFORMED, str(error))
-        self._links[reader] = link
+        self._links[reader], self._connections[reader] = link, identity
         own = self._parts.hello
         return HelloReply(
             own.instance_id,

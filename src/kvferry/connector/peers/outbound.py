@@ -15,7 +15,7 @@ from kvferry.connector.machine.events import PeerLost, PeerQuiet
 from kvferry.connector.peers.control import ControlClient, ControlContext, CountMalformed
 from kvferry.connector.peers.parts import MoverParts
 from kvferry.connector.peers.posted import Reads
-from kvferry.connector.peers.sessions import Session, SessionState
+from kvferry.connector.peers.sessions import Session, SessionState, never_told
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
@@ -98,7 +98,7 @@ class OutboundPeers:
             if not isinstance(effect.message, Release):
                 self._events.append(lost)
             if isinstance(effect.message, Register):
-                self._events.append(PeerQuiet(transfer_id, effect.message.generation))
+                self._events.append(never_told(effect.message))
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""

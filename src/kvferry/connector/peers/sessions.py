@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import zmq
 
 from kvferry.clock import Clock
 from kvferry.connector.machine.effects import Asked
@@ -25,6 +22,7 @@ from kvferry.connector.machine.events import (
     ReleaseAnswered,
     RenewAnswered,
 )
+from kvferry.connector.peers.control import ControlClient
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import FerryError, IncompatiblePeerError
 from kvferry.protocol.compatibility import remedy_for, require_compatible
@@ -35,7 +33,6 @@ from kvferry.protocol.messages import (
     AcquireHistory,
     Declined,
     DeclineReason,
-    Envelope,
     Granted,
     Hello,
     HelloReply,
@@ -78,30 +75,12 @@ class _Awaited:
     """None: the handshake, or the look before it."""
 
 
-class RequestChannel(Protocol):
-    """The part of ``ControlClient`` that sessions use."""
-
-    socket: zmq.Socket[bytes]
-
-    def send(self, message: Request) -> int | None:
-        """Send without waiting; return the sequence number, or None if the queue is full."""
-        ...
-
-    def receive(self) -> list[Envelope]:
-        """Return the replies that have arrived."""
-        ...
-
-    def close(self) -> None:
-        """Close the socket."""
-        ...
-
-
 @dataclass(slots=True)
 class Session:
     """One peer that is talked to. ``hello`` is this side's greeting, its link's metadata in it."""
 
     peer: PeerAddress
-    client: RequestChannel
+    client: ControlClient
     link: Link
     hello: Hello
     clock: Clock
@@ -159,7 +138,8 @@ class Session:
         elif isinstance(message, Release):
             self._keep_release(message)
         else:
-            return self._lost_events(message)
+            lost = self._lost_event(message.transfer_id)
+            return [lost, never_told(message)] if isinstance(message, Register) else [lost]
         return []
 
     def receive(self) -> list[Event]:
@@ -211,7 +191,7 @@ class Session:
         self._awaited.clear()
         self._outbox.clear()
         events: list[Event] = [self._lost_event(transfer_id) for transfer_id in waiting]
-        return events + [e for message in unsent for e in self._unsent_events(message)]
+        return events + [never_told(message) for message in unsent]
 
     def _keep_release(self, release: Release) -> None:
         if self.was_ready:
@@ -219,15 +199,6 @@ class Session:
 
     def _lost_event(self, transfer_id: TransferId) -> PeerLost:
         return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
-
-    def _lost_events(self, message: Asked) -> list[Event]:
-        return [self._lost_event(message.transfer_id), *self._unsent_events(message)]
-
-    def _unsent_events(self, message: Asked) -> list[Event]:
-        """The peer was never told of the blocks of a registration that was not sent."""
-        if not isinstance(message, Register):
-            return []
-        return [PeerQuiet(message.transfer_id, message.generation)]
 
     def _send(self, message: Request, asked: Asked | None) -> None:
         sent_s = self.clock.monotonic_s()
@@ -304,6 +275,11 @@ class Session:
             return [AcquireAnswered(message.transfer_id, self.clock.monotonic_s(), refusal)]
         self._send(message, message)
         return []
+
+
+def never_told(message: Register) -> PeerQuiet:
+    """Return what is true of the blocks of a registration that was not sent."""
+    return PeerQuiet(message.transfer_id, message.generation, message.generation)
 
 
 def _answered(asked: Asked, sent_s: float, reply: Message) -> Event | None:

@@ -219,7 +219,7 @@ class PullReceiver:
             receive.outcome = ReceiveOutcome.EXPIRED
             receive.detail = "the lease ended before the READ did"
             self._step(receive, ReceiveEvent.READ_TOO_LATE)
-        elif not self._incoming.is_intact(receive, receive.blocks, receive.block_digests):
+        elif not self._incoming.is_intact(receive, receive.block_digests):
             self._step(receive, ReceiveEvent.READ_CORRUPT)
         else:
             receive.outcome = ReceiveOutcome.RECEIVED

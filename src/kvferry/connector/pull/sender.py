@@ -81,10 +81,6 @@ class PullSender:
         self._outgoing.add(offer, blocks)
         self._outgoing.hold(offer)
 
-    def withdraw(self, offer: Offer) -> None:
-        """See ``ConnectorPort.withdraw``."""
-        self.step(offer, OfferEvent.WITHDRAWN)
-
     # -- the receiver's messages --------------------------------------------------------------
     def acquire(self, reader: str, message: Acquire) -> Granted | Declined:
         """Answer a reader that wants an offer's blocks."""
@@ -161,8 +157,6 @@ class PullSender:
                 self._outgoing.remember_end(offer.transfer_id, End(event.value))
                 self._context.count("offer", event)
                 self._context.emit(CountOfferEnd(event))
-            case OfferAction.GRANT | OfferAction.EXTEND_HOLD:  # pragma: no cover
-                pass  # what answers a reader is done where it is asked
 
     def _release_reader(self, offer: Offer, reader: str) -> None:
         self.leases.release(reader, offer)

@@ -182,7 +182,8 @@ class PushReceiver:
                 if event.is_quiet:
                     self._on_quiet(push, push.answered_generation)
             case PeerQuiet():
-                self._on_quiet(push, event.generation)
+                quiet = push.quarantined_up_to(event.generation)
+                self._leave(push, {g for g in quiet if g >= event.first_generation})
             case PeerLost():
                 push.outcome, push.detail = event.outcome, event.detail
                 self._step(push, IncomingEvent.PEER_LOST)
@@ -295,7 +296,7 @@ class PushReceiver:
             push.detail = "the sender wrote other positions than were registered"
             self._step(push, IncomingEvent.FAILED)
             return
-        if not self._incoming.is_intact(push, push.blocks, notice.block_digests):
+        if not self._incoming.is_intact(push, notice.block_digests):
             self._step(push, IncomingEvent.WRITTEN_CORRUPT)
             return
         push.outcome = ReceiveOutcome.RECEIVED

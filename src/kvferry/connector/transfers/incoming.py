@@ -149,19 +149,15 @@ class IncomingTransfers:
         """From now on what is posted may run for a while before its link is torn down."""
         transfer.deadline_s = self._context.now_s() + self._context.config.quarantine_grace_s
 
-    def is_intact(
-        self,
-        transfer: Incoming,
-        blocks: Sequence[BlockNumber],
-        told: Sequence[bytes],
-    ) -> bool:
-        """Whether ``blocks`` hold what the other side had, where that is verified and it has said
-        so; else the outcome is set."""
-        if self._context.digests_of is None:
+    def is_intact(self, transfer: Incoming, told: Sequence[bytes]) -> bool:
+        """Whether its blocks hold what the other side had, where that is verified and it has told
+        their digests; else the outcome is set."""
+        digests_of, blocks = self._context.digests_of, transfer.blocks
+        if digests_of is None:
             return True
         transfer.num_verified = len(blocks) if len(told) == len(blocks) else 0
         transfer.num_unverified = len(blocks) - transfer.num_verified
-        if not transfer.num_verified or self._context.digests_of(blocks) == tuple(told):
+        if not transfer.num_verified or digests_of(blocks) == tuple(told):
             return True
         transfer.outcome = ReceiveOutcome.CORRUPT
         transfer.detail = "the blocks' digests differ on both sides"
