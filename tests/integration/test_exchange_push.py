@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome, ReceiveResult
+from kvferry.connector.transfers.outgoing import Outgoing, OutgoingTransfers
 from kvferry.errors import RequestError
 from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, TransferId
@@ -54,6 +55,12 @@ class Prefill:
     def compute_all(self) -> None:
         while self.num_computed < NUM_BLOCKS:
             self.compute()
+
+    def compute_all_in(self, blocks: list[BlockNumber]) -> None:
+        """Go on in others than before, which have another owner in the end."""
+        self.side.pool.hold(blocks)
+        self.blocks = blocks
+        self.compute_all()
 
     def expected(self, index: int) -> int:
         return (hash(self.transfer_id) + index) % 251
@@ -311,3 +318,41 @@ def test_registrations_whose_prefill_never_comes_are_bounded_and_forgotten() -> 
             decode.port.receive(transfer_id, blocks, 0)
             decode.pool.drop(blocks)
         wait_whole(prefill, decode)
+
+
+@pytest.mark.parametrize("transport_name", TRANSPORTS)
+@pytest.mark.parametrize("verifies", [True, False])
+def test_blocks_that_were_anothers_when_they_were_posted_are_found_where_that_is_verified(
+    monkeypatch: pytest.MonkeyPatch, transport_name: str, verifies: bool
+) -> None:
+    """With the references of a push removed: its prefill is preempted, its blocks are reused, and
+    only then decode registers."""
+
+    def refer_without_holding(
+        outgoing: OutgoingTransfers, transfer: Outgoing, blocks: list[BlockNumber]
+    ) -> bool:
+        transfer.blocks = tuple(blocks)
+        return True
+
+    def forget(outgoing: OutgoingTransfers, transfer: Outgoing) -> None:
+        transfer.hold_ends_s = None
+
+    monkeypatch.setattr(OutgoingTransfers, "refer", refer_without_holding)
+    monkeypatch.setattr(OutgoingTransfers, "let_go", forget)
+    with pair(transport_name, verify_blocks=verifies) as (prefill, decode):
+        source = Prefill(prefill)
+        source.begin()
+        source.compute()
+        prefill.pool.drop(source.blocks)
+        others = prefill.pool.allocate(prefill.pool.num_free)
+        prefill.memory[others] = 255
+        blocks = begin_receive(decode, prefill)
+        wait_until(lambda: num_registered(prefill) == 1)
+        source.compute_all_in(others[:NUM_BLOCKS])
+        result = wait_result(decode)
+        expected = ReceiveOutcome.CORRUPT if verifies else ReceiveOutcome.RECEIVED
+        assert result.outcome is expected, result.detail
+        decode.pool.drop(blocks)
+        prefill.pool.drop(others)
+        counted = {"result": "compared"}
+        assert decode.counter("kvferry_verified_blocks_total", **counted) == 8 * verifies
