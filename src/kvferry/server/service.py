@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from kvferry.clock import Clock
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.request import EngineRequest
@@ -21,7 +19,6 @@ from kvferry.engine.tokenizer import Tokenizer
 from kvferry.errors import RemoteProtocolError, RequestError
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.hosts import is_local_address
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import KvTransferParams, parse_params
@@ -204,7 +201,7 @@ class InstanceService:
             return None
         # Only routers and instances have the key.
         is_from_peer = self.parts.cluster_key is not None
-        params = self._within_reach(parse_params(value, from_peer=is_from_peer))
+        params = parse_params(value, from_peer=is_from_peer)
         if self.parts.connector is None:
             raise RequestError(
                 "this instance exchanges no KV: kv_transfer_params cannot be served",
@@ -218,26 +215,6 @@ class InstanceService:
                 code="transfer_in_use",
                 status=409,
             )
-        return params
-
-    def _within_reach(self, params: KvTransferParams) -> KvTransferParams:
-        """Return ``params`` as far as they name peers that a user's key counts for.
-
-        Raises ``RequestError`` for a handoff from another host; such a hint is left out, as a wrong
-        one costs nothing.
-        """
-        if self.parts.user_key_file is None:
-            return params
-        peer, history = params.peer, params.history
-        if peer is not None and not is_local_address(peer.control_address):
-            raise RequestError(
-                f"peer.control_address {peer.control_address} is not on loopback, which needs a "
-                "cluster key on both sides",
-                param="kv_transfer_params.peer",
-                code="peer_not_allowed",
-            )
-        if history is not None and not is_local_address(history.control_address):
-            return msgspec.structs.replace(params, history=None)
         return params
 
     def _is_signed(self, value: object, body: bytes, signature: str | None) -> bool:

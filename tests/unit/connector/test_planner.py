@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.connector.machine.effects import CountDropped, PostWrite
+from kvferry.connector.machine.effects import ContactPeer, CountDropped, PostWrite
 from kvferry.connector.machine.events import AcquireAnswered
 from kvferry.connector.ports import PromptIdentity
 from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.ids import BlockNumber, TransferId
+from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
+from kvferry.protocol.params import PeerAddress
+from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.connector.conftest import PEER, READER, TRANSFER, World, grant, make_world
 from tests.unit.connector.test_push_sender import PROMPT, begin, make_register
 
@@ -87,3 +89,28 @@ def test_what_an_engine_asks_for_where_no_rule_is_raises(world: World) -> None:
         world.planner.receive(TRANSFER, blocks, 0)
     with pytest.raises(LocalProtocolError, match="not begun"):
         world.planner.receive(TransferId("other"), blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_allowed"),
+    [
+        ({}, False),
+        ({"cluster_key": b"k" * 32, "user_key_file": UserKeyFile("/home/a/key", 7, "id")}, False),
+        ({"cluster_key": b"k" * 32}, True),
+    ],
+)
+def test_peers_beyond_loopback_take_a_clusters_key(
+    key: dict[str, object], is_allowed: bool
+) -> None:
+    world = make_world(**key)  # type: ignore[arg-type]
+    far = PeerAddress(InstanceId("far"), Epoch(1), "tcp://192.0.2.1:5555")
+    if is_allowed:
+        assert world.planner.contact(far) == [ContactPeer(far)]
+        assert ContactPeer(far) in world.planner.begin_receive(TRANSFER, far, PROMPT)
+        return
+    with pytest.raises(RequestError, match="needs a cluster key") as refusal:
+        world.planner.contact(far)
+    assert refusal.value.code == "peer_not_allowed"
+    with pytest.raises(RequestError, match="needs a cluster key"):
+        world.planner.begin_receive(TRANSFER, far, PROMPT)
+    world.assert_idle()

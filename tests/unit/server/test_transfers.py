@@ -2,18 +2,16 @@ import asyncio
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvferry.engine.request import EngineRequest, FinishReason, TokenOutput
 from kvferry.errors import RequestError
-from kvferry.protocol.ids import Epoch, InstanceId, TransferId
+from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import (
     FirstToken,
     KvTransferParams,
     Mode,
     OnFailure,
-    PeerAddress,
     Role,
     emit_params,
 )
@@ -363,25 +361,3 @@ async def test_where_a_users_key_is_is_shown_and_the_key_is_not() -> None:
         "key_id": "0123456789abcdef",
     }
     assert KEY.decode() not in text
-
-
-@pytest.mark.parametrize("is_users", [True, False])
-async def test_a_users_key_counts_for_peers_on_loopback_only(is_users: bool) -> None:
-    file = UserKeyFile("/home/a/key", 7, "id") if is_users else None
-    far = PeerAddress(InstanceId("far"), Epoch(1), "tcp://192.0.2.1:5555")
-    peer = msgspec.json.encode(body(msgspec.structs.replace(DECODE, peer=far)))
-    hint = msgspec.json.encode(body(msgspec.structs.replace(PREFILL, history=far)))
-    engine = ScriptedEngine(hands_over("x"))
-    async with serve(engine, cluster_key=KEY, user_key_file=file) as served:
-        async with served.client.post(COMPLETIONS, data=hint, headers=signed(hint)) as response:
-            assert response.status == 200
-        transfer = served.engine.requests[0].transfer
-        assert transfer is not None
-        assert transfer.history == (None if is_users else far)
-        if is_users:
-            async with served.client.post(COMPLETIONS, data=peer, headers=signed(peer)) as response:
-                assert response.status == 400
-                error = (await response.json())["error"]
-            assert error["code"] == "peer_not_allowed"
-            assert "cluster key" in error["message"]
-            assert len(served.engine.requests) == 1
