@@ -24,7 +24,7 @@ from tests.integration.deployment_client import (
     new_transfer,
     salted,
 )
-from tests.integration.deployment_setup import Deployment, Program, open_deployment
+from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
 from tests.integration.push_legs import (
     CHUNK_OPTIONS,
     Push,
@@ -154,12 +154,7 @@ async def test_the_sender_goes_on_after_decode_has_connected_anew(
     assert (await receiving).token_ids == right.token_ids
     cached = [await client.post(decode, other) for other, _ in known]
     assert [a.token_ids for a in cached] == [r.token_ids for _, r in known]
-    # A lost peer is left alone for a second; then the handshake waits for the stopped one.
-    await asyncio.sleep(1.1)
-    since = decode.log_size()
-    short = Push(client, salted(short_body), new_transfer(), push.peer)
-    second = short.begin_decode(decode)
-    await client.wait_figure(decode, "num_receives", 1)
+    short, second, since = await wait_for_the_stopped_one(client, decode, short_body, push.peer)
     prefill.resume()
     assert (await sending).status == 200
     assert (await short.begin_prefill(prefill)).status == 200
@@ -172,6 +167,24 @@ async def test_the_sender_goes_on_after_decode_has_connected_anew(
     assert [a.token_ids for a in again] == [r.token_ids for _, r in known]
     assert sum(a.report["num_cached_tokens"] for a in again) > NUM_TOKENS / 2
     await expect_push(client, deployment, body, right.token_ids)
+
+
+async def wait_for_the_stopped_one(
+    client: Client, decode: Program, body: Json, peer: Json
+) -> tuple[Push, asyncio.Task[Answer], int]:
+    """Begin a receive whose handshake waits for the stopped peer. A lost peer is left alone for a
+    second, and whoever comes meanwhile is told at once. Also returns the log's size before."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            since = decode.log_size()
+            short = Push(client, salted(body), new_transfer(), peer)
+            second = short.begin_decode(decode)
+            while not second.done():
+                if (await client.instance(decode))["exchange"]["num_receives"]:
+                    return short, second, since
+                await asyncio.sleep(0.002)
+            await second
+            await asyncio.sleep(0.1)
 
 
 async def test_a_registration_from_before_a_reconnection_is_not_written_to(
