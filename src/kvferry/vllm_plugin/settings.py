@@ -61,6 +61,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_held_share: _Share = 0.25
     max_registered_share: _Share = 0.25
     max_quarantine_share: _Share = 0.25
+    verify_transfers: bool = False
+    """Compare a digest of every moved block, in all modes, with peers that do so too; on a CPU."""
 
     def check_ports(self, num_ranks: int) -> None:
         """Raise ``ConfigError`` unless each of an engine's ranks has a control port."""
@@ -96,6 +98,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_held_share=self.max_held_share,
             max_registered_share=self.max_registered_share,
             max_quarantine_share=self.max_quarantine_share,
+            verify_blocks=self.verify_transfers,
         )
 
     def _default_name(self, engine_id: str) -> str:

@@ -165,3 +165,9 @@ def test_on_loopback_the_users_own_key_is_the_key() -> None:
     assert (without.cluster_key, without.user_key_file) == (None, None)
     with pytest.raises(ConfigError, match="cluster key"):
         parse_settings({"no_user_key": True, "control_host": "0.0.0.0"}).exchange_config("a")
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_transfers_are_verified_where_that_is_wanted(verifies: bool) -> None:
+    config = parse_settings({"verify_transfers": verifies}).exchange_config("a")
+    assert config.verify_blocks is verifies
