@@ -15,6 +15,7 @@ from kvferry.connector.mover.mover import Mover
 from kvferry.connector.peers.inbound import reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.posted import Writes
+from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.codec import encode
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Hello, Message, Reply
@@ -111,6 +112,24 @@ def test_nothing_decided_for_an_old_link_is_written_on_a_new_one(
         prefill.pool.drop(source.blocks)
         wait_result(decode)
         decode.pool.drop(blocks)
+
+
+def test_what_comes_on_an_earlier_connection_is_declined() -> None:
+    """A peer that stood still may hear it only after the handshake on a later one: its blocks are
+    others' by then."""
+    with pair() as (prefill, decode):
+        source = Prefill(prefill)
+        source.begin()
+        source.compute_all()
+        assert_received(decode, begin_receive(decode, prefill), source)
+        greet_anew(decode, prefill)
+        late = TransferId("late")
+        blocks = begin_receive(decode, prefill, late)
+        result = wait_result(decode)
+        assert (result.transfer_id, result.outcome) == (late, ReceiveOutcome.DECLINED)
+        assert "has not said hello on this connection" in result.detail
+        decode.pool.drop(blocks)
+        wait_whole(prefill, decode)
 
 
 def greet_anew(decode: Side, prefill: Side) -> None:
