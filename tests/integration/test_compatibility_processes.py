@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import peer_of
+from tests.own_key import signed_body
 
 pytestmark = pytest.mark.slow
 _CHAT = "/v1/chat/completions"
@@ -116,7 +118,10 @@ async def test_prompts_that_differ_are_told_to_whoever_routes(
     offered = (await client.prefill(prefill, body_of(fresh_prompt(200)))).offered
     other = body_of(fresh_prompt(200), stream=is_stream) | {"kv_transfer_params": offered}
     before = (await client.instance(decode))["receives"].get("mismatch", 0)
-    async with client.session.post(f"{decode.url}/v1/completions", json=other) as response:
+    raw = json.dumps(other).encode()
+    headers = {"Content-Type": "application/json", **signed_body(raw)}
+    url = f"{decode.url}/v1/completions"
+    async with client.session.post(url, data=raw, headers=headers) as response:
         content = await response.read()
         assert response.headers.get(RECEIVE_HEADER) == (None if is_stream else "mismatch")
     assert (b"\n: kv_receive=mismatch\n\ndata: [DONE]" in content) is is_stream

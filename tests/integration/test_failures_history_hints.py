@@ -167,7 +167,6 @@ MALFORMED: dict[str, object] = {
     "a huge name": {"instance_id": "x" * 100_000},
     "no address": {"control_address": ""},
     "a huge address": {"control_address": "tcp://127.0.0.1:" + "1" * 100_000},
-    "an unknown key": {"blocks": [1, 2, 3]},
 }
 
 
