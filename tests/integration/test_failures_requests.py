@@ -211,7 +211,7 @@ REFUSED: list[tuple[str, Json]] = [
     ("vocabulary", {"first_token": {"token_id": 4_000_000, "seed": 1}}),
     ("token_id", {"first_token": {"token_id": -5, "seed": 1}}),
     ("role", {"role": "both"}),
-    ("unknown field", {"surprise": 1}),
+    ("the nearest is 'retention_s'", {"retentions_s": 1}),
 ]
 
 

@@ -8,8 +8,10 @@ body that is signed. The router relays them.
 
 from __future__ import annotations
 
+import difflib
 import enum
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +33,7 @@ from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 _MAX_PORT = 65_535
+_MISSPELLING_RATIO = 0.8
 _MAX_PORT_DIGITS = 5
 
 
@@ -117,11 +120,14 @@ class KvTransferParams(
 def parse_params(value: object, *, from_peer: bool = False) -> KvTransferParams:
     """Check and convert the JSON object ``value``.
 
-    ``from_peer``: it is proven that a router or an instance wrote it, so unknown keys are those of
-    a newer one. Raises ``RequestError`` naming what is wrong.
+    ``from_peer``: it is proven that who wrote it has the key. Unknown keys are then taken for those
+    of a newer router and ignored, but for near misspellings, since who signs by hand has it, too.
+    Raises ``RequestError`` naming what is wrong.
     """
     if from_peer and isinstance(value, dict):
         known = KvTransferParams.__struct_fields__
+        for name in value.keys() - known:
+            _refuse_misspelling(name, known)
         value = {name: field for name, field in value.items() if name in known}
     try:
         params = msgspec.convert(value, KvTransferParams)
@@ -145,6 +151,15 @@ def parse_params(value: object, *, from_peer: bool = False) -> KvTransferParams:
             code="missing_required_parameter",
         )
     return params
+
+
+def _refuse_misspelling(name: object, known: Sequence[str]) -> None:
+    for nearest in difflib.get_close_matches(str(name), known, n=1, cutoff=_MISSPELLING_RATIO):
+        raise RequestError(
+            f"kv_transfer_params: unknown key {name!r}; the nearest is {nearest!r}",
+            param="kv_transfer_params",
+            code="invalid_value",
+        )
 
 
 def emit_params(params: KvTransferParams) -> dict[str, Any]:

@@ -143,6 +143,12 @@ def test_what_an_instance_has_added_within_an_object_is_ignored() -> None:
     assert "added_next" not in json.dumps(emit_params(params))
 
 
+@pytest.mark.parametrize(("name", "nearest"), [("retentions_s", "retention_s"), ("rol", "role")])
+def test_a_near_misspelling_is_refused_whoever_wrote_it(name: str, nearest: str) -> None:
+    with pytest.raises(RequestError, match=f"the nearest is '{nearest}'"):
+        parse_params({**PREFILL, name: 1}, from_peer=True)
+
+
 def test_a_key_beside_the_others_is_a_newer_routers_only_where_that_is_proven() -> None:
     assert parse_params(PREFILL | MORE, from_peer=True) == parse_params(PREFILL)
     with pytest.raises(RequestError, match="added_next"):
