@@ -22,6 +22,7 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.registry import create_transport
+from tests.own_key import own_key
 from tests.vllm.asking import Question
 
 _NUM_BLOCKS = 16
@@ -75,7 +76,10 @@ class BlockReader:
             ]
         )
         config = ExchangeConfig(
-            instance_id=InstanceId("reader"), epoch=new_epoch(), history_timeout_s=_READ_S
+            instance_id=InstanceId("reader"),
+            epoch=new_epoch(),
+            cluster_key=own_key().secret,
+            history_timeout_s=_READ_S,
         )
         memory = ExchangeMemory(self._pool, self._layout, transport)
         exchange = Exchange(config, memory, SystemClock(), Metrics().exchange)
