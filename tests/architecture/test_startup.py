@@ -1,15 +1,15 @@
-"""Help and the router start fast, and without torch."""
+"""Help and the router start without torch, and help with few modules."""
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 
 import pytest
 
-MAX_CPU_S = 0.5
+MAX_MODULES = 500
+"""The standard library's included. Counted, since the seconds that they cost are the machine's."""
 HEAVY = {"torch", "transformers", "numpy", "nixl", "zmq", "matplotlib"}
 
 _SHOW_MODULES = """
@@ -17,7 +17,7 @@ import json, sys
 from kvferry.cli.main import run
 code = run(sys.argv[1:])
 names = sorted({name.partition(".")[0] for name in sys.modules})
-print("MODULES " + json.dumps([code, names]))
+print("MODULES " + json.dumps([code, names, len(sys.modules)]))
 """
 
 
@@ -44,26 +44,18 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         timeout=30,
         check=True,
     )
-    code, modules = json.loads(shown.stdout.rpartition("MODULES ")[2])
+    code, modules, num_modules = json.loads(shown.stdout.rpartition("MODULES ")[2])
     assert code == 0
     assert HEAVY.isdisjoint(modules)
+    assert num_modules < MAX_MODULES
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["router", "--help"]], ids=" ".join)
-def test_help_costs_little(arguments: list[str]) -> None:
-    def cpu_s() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    costs = []
-    for _ in range(3):
-        before = cpu_s()
-        subprocess.run(
-            [sys.executable, "-m", "kvferry.cli.main", *arguments],
-            stdout=subprocess.DEVNULL,
-            timeout=30,
-            check=True,
-        )
-        costs.append(cpu_s() - before)
-    # The least of three: other work on the machine adds to a cost and never takes from it.
-    assert min(costs) < MAX_CPU_S
+def test_a_router_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, kvferry.cli.router, kvferry.router.service, uvloop\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert shown.stdout == "[]\n"
