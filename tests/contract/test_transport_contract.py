@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.testing.transport_contract import TransportContract
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.transport.registry import available_transports, create_transport
+from tests.contract.transport_contract import TransportContract
 
 needs_nixl = pytest.mark.skipif("nixl" not in available_transports(), reason="NIXL is missing")
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import WIDE_SHAPE, make_tiny_model
 from tests.integration.clear_answers import Judge
 from tests.integration.deployment_client import (
     Client,
@@ -21,6 +19,8 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import Deployment
 from tests.integration.exchange_pair import Side, make_side
 from tests.integration.history_legs import Talk
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import WIDE_SHAPE, make_tiny_model
 
 
 @pytest.fixture(scope="module")

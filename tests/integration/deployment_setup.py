@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.testing.process_forks import ForkedProcess, ProcessForks
+from tests.support.process_forks import ForkedProcess, ProcessForks
 
 BOUND_S = 15.0
 """Any request ends within it, whatever fails: the timeouts below, and slow cores."""

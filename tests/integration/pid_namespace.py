@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.testing.process_forks import ForkedProcess, ProcessForks
+from tests.support.process_forks import ForkedProcess, ProcessForks
 
 AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
 IN_PID_NAMESPACE = ("unshare", *AS_ROOT, "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -30,9 +30,9 @@ from kvferry.engine.sampler import Scores
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import Answer
 
 WAIT_S = 20.0

@@ -16,8 +16,8 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import EngineConfig
 from kvferry.router.service import Router
-from kvferry.testing.scripted_engine import ScriptedEngine
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port
+from tests.support.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 

@@ -20,8 +20,8 @@ from kvferry.bench.turns_plan import (
 )
 from kvferry.bench.turns_report import check_answers
 from kvferry.clock import SystemClock
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_setup import Deployment, open_deployment
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

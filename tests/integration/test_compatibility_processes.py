@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.protocol.receive_note import RECEIVE_HEADER
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -24,6 +23,7 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import peer_of
 from tests.own_key import signed_body
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 _CHAT = "/v1/chat/completions"

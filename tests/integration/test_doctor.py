@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvferry.cli.main import run
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_setup import Deployment, open_deployment
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

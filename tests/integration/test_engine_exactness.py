@@ -15,7 +15,7 @@ from kvferry.connector.ports import ReceiveOutcome  # noqa: E402
 from kvferry.engine.model import quiet_library  # noqa: E402
 from kvferry.protocol.ids import TransferId  # noqa: E402
 from kvferry.protocol.params import KvTransferParams, Role  # noqa: E402
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE, make_tiny_model  # noqa: E402
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE, make_tiny_model  # noqa: E402
 from tests.unit.engine.rig import Answer, Rig  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     body_of,
@@ -21,6 +20,7 @@ from tests.integration.deployment_setup import (
     Deployment,
     open_deployment,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

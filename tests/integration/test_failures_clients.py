@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     PATH,
     Client,
@@ -22,6 +21,7 @@ from tests.integration.deployment_setup import (
     Deployment,
     open_deployment,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

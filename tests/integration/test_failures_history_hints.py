@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.deployment_client import Client, Json
 from tests.integration.deployment_setup import Deployment, open_deployment
 from tests.integration.history_legs import (
@@ -24,6 +22,8 @@ from tests.integration.history_legs import (
     run_all,
 )
 from tests.integration.push_legs import peer_of
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import Answer, Client, Json
 from tests.integration.deployment_setup import BOUND_S, Deployment, open_deployment
 from tests.integration.history_legs import (
@@ -28,6 +27,7 @@ from tests.integration.history_legs import (
     restart_in_place,
 )
 from tests.integration.push_legs import peer_of
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

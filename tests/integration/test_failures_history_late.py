@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import Client
 from tests.integration.deployment_setup import Deployment, open_deployment
 from tests.integration.history_legs import (
@@ -22,6 +21,7 @@ from tests.integration.history_legs import (
     read_back,
     second_turn,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

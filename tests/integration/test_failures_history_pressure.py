@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     body_of,
@@ -30,6 +29,7 @@ from tests.integration.history_legs import (
     run_all,
     second_turn,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

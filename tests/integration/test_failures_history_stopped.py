@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -33,6 +32,7 @@ from tests.integration.history_legs import (
     second_turn,
 )
 from tests.integration.push_legs import leave
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

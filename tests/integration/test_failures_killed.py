@@ -12,7 +12,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -24,6 +23,7 @@ from tests.integration.deployment_setup import (
     Deployment,
     open_deployment,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     body_of,
     fresh_prompt,
@@ -17,6 +16,7 @@ from tests.integration.deployment_setup import (
     BOUND_S,
     open_deployment,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,6 @@ from kvferry.protocol.messages import (
     Register,
     Registered,
 )
-from kvferry.testing.process_forks import ProcessForks
 from kvferry.transport.base import MemoryRegion, address_of
 from kvferry.transport.registry import create_transport
 from tests.integration.deployment_client import (
@@ -39,6 +38,7 @@ from tests.integration.deployment_client import (
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import Push, peer_of
 from tests.own_key import prove_own_key
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -20,6 +19,7 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
 from tests.integration.push_legs import Push, peer_of
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

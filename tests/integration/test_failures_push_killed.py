@@ -18,7 +18,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Answer,
     Client,
@@ -42,6 +41,7 @@ from tests.integration.push_legs import (
     wait_metric,
     wait_registered,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

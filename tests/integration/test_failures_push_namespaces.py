@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import Client, body_of, fresh_prompt, salted
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.pid_namespace import NamespaceForks
@@ -25,6 +24,7 @@ from tests.integration.test_failures_push_stopped import (
     expect_push,
     stop_in_mid_write,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

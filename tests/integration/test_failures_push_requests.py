@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -20,6 +18,8 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import CHUNK_OPTIONS, SHORT_LEASE, Push, leave, peer_of
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Answer,
     Client,
@@ -19,6 +18,7 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
 from tests.integration.push_legs import CHUNK_OPTIONS, WIDE_OPTIONS, leave
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

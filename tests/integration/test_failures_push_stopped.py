@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Answer,
     Client,
@@ -32,6 +31,7 @@ from tests.integration.push_legs import (
     peer_of,
     wait_registered,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,6 @@ import zmq
 
 from kvferry.protocol.codec import encode
 from kvferry.protocol.messages import InstanceQuery
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.deployment_client import (
     PATH,
     Client,
@@ -33,6 +31,8 @@ from tests.integration.deployment_setup import (
     open_deployment,
 )
 from tests.own_key import prove_own_key
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import TinyShape, make_tiny_model
 from tests.integration.deployment_client import (
     Answer,
     Client,
@@ -26,6 +24,8 @@ from tests.integration.deployment_client import (
     wait_healthy,
 )
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import TinyShape, make_tiny_model
 
 pytestmark = pytest.mark.soak
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     Json,
@@ -31,6 +30,7 @@ from tests.integration.history_legs import (
     run_all,
 )
 from tests.integration.push_legs import peer_of
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

@@ -19,12 +19,12 @@ import pytest
 
 from kvferry.doctor.facts import ControlEnd
 from kvferry.protocol.user_key import FOLDER_VARIABLE, user_key_path
-from kvferry.testing.process_forks import ProcessForks
 from kvferry.vllm_plugin.order_link import OrderServer
 from kvferry.vllm_plugin.orders import Answer
 from tests.integration.another_user import UID
 from tests.integration.deployment_client import Client, body_of, fresh_prompt, new_transfer
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
+from tests.support.process_forks import ProcessForks
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.clear_answers import Judge
 from tests.integration.deployment_client import (
     PATH,
@@ -29,6 +27,8 @@ from tests.integration.deployment_client import (
 )
 from tests.integration.deployment_setup import BOUND_S, Deployment, Program, open_deployment
 from tests.integration.push_legs import Push, num_registered, peer_of, wait_registered
+from tests.support.process_forks import ProcessForks
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

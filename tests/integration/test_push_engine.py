@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 from kvferry.engine.request import FinishReason
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.push_rig import (
     CHUNK_TOKENS,
     Side,
@@ -23,6 +22,7 @@ from tests.integration.push_rig import (
     wait_until,
     wait_whole,
 )
+from tests.support.tiny_model import make_tiny_model
 from tests.unit.engine.rig import Answer
 
 NUM_TOKENS = 8

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.deployment_client import (
     Client,
     body_of,
@@ -24,6 +23,7 @@ from tests.integration.push_legs import (
     peer_of,
     wait_registered,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.slow
 

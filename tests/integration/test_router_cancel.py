@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.router.prefill_leg import PrefillLeg
 from kvferry.router.upstream import LegAnswer
-from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 from tests.integration.router_setup import PATH, Deployment, deployment
+from tests.support.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 
 _STREAM = {"prompt": "a", "stream": True}
 _AT_ONCE_S = 1.0

@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
 from kvferry.router.config import OnPrefillFailure, RouteMode
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script, ScriptedEngine
 from tests.integration.router_setup import Deployment, deployment
+from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script, ScriptedEngine
 
 _STREAM = {"prompt": "a", "stream": True}
 _WHOLE = {"prompt": "a"}

@@ -13,10 +13,10 @@ from kvferry.protocol.messages import Released
 from kvferry.router.control_port import ControlPorts
 from kvferry.router.engines import EngineConfig, EngineKind
 from kvferry.router.fleet import Health
-from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port
 from tests.integration.router_setup import Deployment, vllm_deployment
 from tests.integration.test_router_process import router_process
+from tests.support.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
 
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32
 _STREAM = {"prompt": "a", "stream": True}

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.protocol.params import parse_params
 from kvferry.router.config import ConversationConfig, OnPrefillFailure, ReadBack
-from kvferry.testing.fake_clock import FakeClock
-from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Received, Script, ScriptedEngine
 from tests.integration.router_setup import PATH, Deployment, deployment
 from tests.integration.test_router_cancel import Caller
+from tests.support.fake_clock import FakeClock
+from tests.support.scripted_engine import DEFAULT_EVENTS, Received, Script, ScriptedEngine
 
 ALL = ("pull", "push", "history")
 CHAT = "/v1/chat/completions"

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.router.config import ConversationConfig, DecodeChoice
-from kvferry.testing.scripted_engine import Script, ScriptedEngine
 from tests.integration.router_setup import Deployment, deployment
 from tests.integration.test_router_conversation import ALL, CHAT, Conversation, hint, peer
+from tests.support.scripted_engine import Script, ScriptedEngine
 
 _CHOICES = "kvferry_router_holder_choices_total"
 _SLACK = ConversationConfig(holder_slack_requests=1)

@@ -9,8 +9,8 @@ import pytest
 from kvferry.observe.log import ROOT_LOGGER_NAME
 from kvferry.router.config import ConversationConfig, OnPrefillFailure
 from kvferry.router.tenant import salt_of
-from kvferry.testing.scripted_engine import Received, Script
 from tests.integration.router_setup import Deployment, deployment
+from tests.support.scripted_engine import Received, Script
 
 _KEY_A = {"Authorization": "Bearer a"}
 _KEY_B = {"Authorization": "Bearer b"}

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from kvferry.router.config import OnPrefillFailure
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 from tests.integration.router_setup import PATH, Deployment, deployment, events_of
+from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 
 _STREAM = {"prompt": "a", "stream": True}
 _WHOLE = {"prompt": "a"}

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from kvferry.protocol.signing import SIGNATURE_HEADER, verify
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 from tests.integration.router_setup import PATH, deployment, events_of
+from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 
 _CLIENT_PARAMS = {"transfer_id": "evil", "role": "decode", "remote_host": "10.0.0.1"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.router.config import OnPrefillFailure
 from kvferry.router.fleet import Health
-from kvferry.testing.scripted_engine import Script
 from tests.integration.router_setup import Deployment, deployment, events_of
+from tests.support.scripted_engine import Script
 
 _STREAM = {"prompt": "a", "stream": True}
 _WHOLE = {"prompt": "a"}

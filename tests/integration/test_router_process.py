@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.testing.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine
 
 _LIMIT_S = 15.0
 _STREAM = {"prompt": "a", "stream": True}
@@ -119,7 +119,7 @@ async def _wait_left(engine: ScriptedEngine, count: int) -> None:
 async def test_stopped_instance_delays_a_request_no_longer_than_the_bound(tmp_path: Path) -> None:
     program = (
         "import asyncio\n"
-        "from kvferry.testing.scripted_engine import ScriptedEngine\n"
+        "from tests.support.scripted_engine import ScriptedEngine\n"
         "async def main():\n"
         "    engine = ScriptedEngine('p')\n"
         "    await engine.start()\n"
@@ -128,7 +128,7 @@ async def test_stopped_instance_delays_a_request_no_longer_than_the_bound(tmp_pa
         "asyncio.run(main())\n"
     )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdout=subprocess.PIPE
+        sys.executable, "-c", program, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
     try:
         assert process.stdout is not None

@@ -11,8 +11,8 @@ from kvferry.protocol.params import KvTransferParams, Mode, Role, parse_params
 from kvferry.protocol.signing import SIGNATURE_HEADER, verify
 from kvferry.router.config import OnPrefillFailure, RouteMode
 from kvferry.router.fleet import Health
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 from tests.integration.router_setup import Deployment, deployment
+from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 
 _STREAM = {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
 _WHOLE = {"prompt": "a"}

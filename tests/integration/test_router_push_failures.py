@@ -9,9 +9,9 @@ import json
 import pytest
 
 from kvferry.router.config import OnPrefillFailure
-from kvferry.testing.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Received, Script
 from tests.integration.router_setup import Deployment, deployment, events_of
 from tests.integration.test_router_cancel import Caller
+from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Received, Script
 
 _STREAM = {"prompt": "a", "stream": True}
 _WHOLE = {"prompt": "a"}

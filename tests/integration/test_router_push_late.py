@@ -8,9 +8,9 @@ import json
 import pytest
 
 from kvferry.router.config import DecodeChoice, OnPrefillFailure
-from kvferry.testing.scripted_engine import DEFAULT_EVENTS, Script
 from tests.integration.router_setup import Deployment, deployment
 from tests.integration.test_router_cancel import Caller
+from tests.support.scripted_engine import DEFAULT_EVENTS, Script
 
 _STREAM = {"prompt": "a", "stream": True}
 _BOTH = ("pull", "push")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kvferry.router.config import OnPrefillFailure
-from kvferry.testing.scripted_engine import (
+from tests.integration.router_setup import Deployment, deployment, events_of
+from tests.support.scripted_engine import (
     DEFAULT_ANSWER,
     DEFAULT_EVENTS,
     Script,
     ScriptedEngine,
 )
-from tests.integration.router_setup import Deployment, deployment, events_of
 
 _STREAM = {"prompt": "a", "stream": True}
 _WHOLE = {"prompt": "a"}

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.own_key import signed, signed_body
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from kvferry.bench.client import CompletionClient
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment, Supervisor
 from kvferry.cluster.topology import InstanceGroup, Topology
-from kvferry.testing.tiny_model import make_tiny_model
 from tests.integration.clear_answers import Judge
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.soak
 

@@ -21,7 +21,6 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.clear_answers import ClearAnswers, Judge, Known
 from tests.integration.deployment_client import (
     Answer,
@@ -37,6 +36,7 @@ from tests.integration.deployment_setup import Deployment, Program, open_deploym
 from tests.integration.history_legs import Turn, read_back
 from tests.integration.open_files import Resources
 from tests.integration.push_legs import peer_of
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.soak
 

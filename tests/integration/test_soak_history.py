@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.clear_answers import ClearAnswers, Judge, Known
 from tests.integration.deployment_client import Answer, Client
 from tests.integration.deployment_setup import Deployment, Program, open_deployment
@@ -30,6 +29,7 @@ from tests.integration.test_soak_failures import (
     drawn_body,
     soak,
 )
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.soak
 

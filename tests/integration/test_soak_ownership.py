@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.clear_answers import Judge
 from tests.integration.deployment_client import (
     Answer,
@@ -34,6 +33,7 @@ from tests.integration.deployment_setup import Deployment, Program, open_deploym
 from tests.integration.history_legs import Turn, read_back, reset_prefix_cache
 from tests.integration.push_legs import peer_of
 from tests.integration.test_soak_failures import MOVES
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.soak
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.process_forks import ProcessForks
 from tests.integration.clear_answers import Judge
 from tests.integration.deployment_setup import open_deployment
 from tests.integration.test_soak_failures import MOVES, REQUESTS, Tally, soak, start
+from tests.support.process_forks import ProcessForks
 
 pytestmark = pytest.mark.soak
 

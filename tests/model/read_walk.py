@@ -23,9 +23,9 @@ from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Release
 from kvferry.protocol.params import PeerAddress
-from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import driven
+from tests.support.fake_clock import FakeClock
 
 HOLDER, READER = InstanceId("holder"), InstanceId("reader")
 PEER = PeerAddress(HOLDER, Epoch(1), "tcp://127.0.0.1:1")

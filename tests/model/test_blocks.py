@@ -22,7 +22,7 @@ from kvferry.blocks.quarantine import Quarantine
 from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.errors import CapacityError, LeaseNotFoundError, LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 from .blocks_model import NUM_BLOCKS, ModelPool, ModelRetention
 

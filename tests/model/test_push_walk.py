@@ -39,9 +39,9 @@ from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import Register, Release, Renew
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import Driven, driven
+from tests.support.fake_clock import FakeClock
 
 NUM_PROMPT_BLOCKS = 4
 PROMPT = PromptIdentity(16 * NUM_PROMPT_BLOCKS - 3, b"p" * 32)

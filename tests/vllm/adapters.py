@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE, TinyShape, make_tiny_model
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE, TinyShape, make_tiny_model
 from tests.vllm.asking import Json, Question
 
 ADAPTER = "a"

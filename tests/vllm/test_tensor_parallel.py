@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE, TinyShape, make_tiny_model
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE, TinyShape, make_tiny_model
 from tests.vllm.asking import (
     Client,
     Question,

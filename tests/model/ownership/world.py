@@ -14,12 +14,12 @@ from kvferry.blocks.renewing import RenewingBlocks
 from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.testing.fake_clock import FakeClock
 from tests.model.ownership.content import Memory, Text
 from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven, Register
 from tests.model.ownership.engine import Engine, Kind, Phase, Request
 from tests.model.ownership.network import Network
 from tests.model.ownership.oracle import Oracle
+from tests.support.fake_clock import FakeClock
 
 NUM_BLOCKS = 20
 PREFILL, DECODE_A, DECODE_B = InstanceId("prefill"), InstanceId("decode-a"), InstanceId("decode-b")

@@ -21,7 +21,7 @@ from kvferry.bench.background import (
 )
 from kvferry.bench.client import CompletionClient
 from kvferry.errors import ConfigError, MeasurementError
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 from tests.unit.bench.conftest import ServeAnswer, with_mode
 
 _LENGTH = 100

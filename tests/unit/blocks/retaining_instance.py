@@ -6,7 +6,7 @@ from kvferry.blocks.integrity import check_integrity
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.protocol.ids import BlockHash, BlockNumber
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 NUM_BLOCKS = 16
 MAX_BLOCKS = 8

@@ -9,7 +9,7 @@ from kvferry.blocks.lease import LeaseLimits, LeaseTable, reader_deadline_s
 from kvferry.blocks.pool import BlockPool
 from kvferry.errors import CapacityError, ConfigError, LeaseNotFoundError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, LeaseId
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 
 class Holder:

@@ -17,9 +17,9 @@ from kvferry.connector.transfers.context import BlockDigests
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
 from kvferry.protocol.messages import Acquire, Granted, Release, ReleaseOutcome, Renew
 from kvferry.protocol.params import PeerAddress
-from kvferry.testing.fake_clock import FakeClock
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import Driven
+from tests.support.fake_clock import FakeClock
 
 TRANSFER = TransferId("xfer-1")
 PROMPT = PromptIdentity(40, b"d" * 32)

@@ -14,8 +14,8 @@ from kvferry.connector.peers.posted import Reads
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.params import PeerAddress
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Link, Transfer, TransferStatus
+from tests.support.fake_clock import FakeClock
 
 PEER = PeerAddress(InstanceId("holder"), Epoch(1), "tcp://127.0.0.1:1")
 EFFECT = PostRead(PEER, TransferId("xfer"), (BlockNumber(1),), (BlockNumber(2),))

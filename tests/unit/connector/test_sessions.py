@@ -30,11 +30,11 @@ from kvferry.protocol.messages import (
     Request,
 )
 from kvferry.protocol.version import HISTORY_VERSION, PROTOCOL_VERSION
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import MemoryRegion, address_of
 from kvferry.transport.link import TrackedLink
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from tests.integration.exchange_pair import LAYOUT
+from tests.support.fake_clock import FakeClock
 from tests.unit.connector.conftest import PEER, TRANSFER, grant
 
 OWN = (InstanceId("here"), Epoch(3), PEER.epoch)

@@ -12,8 +12,8 @@ from kvferry.connector.machine.events import Event, WriteEnded
 from kvferry.connector.peers.posted import Writes
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Transfer, TransferStatus
+from tests.support.fake_clock import FakeClock
 from tests.unit.connector.test_reads import _Link, _Transfer
 
 EFFECT = PostWrite("decode-0/7", TransferId("xfer"), 3, (BlockNumber(1),), (BlockNumber(2),))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from kvferry.errors import RequestError
 from kvferry.protocol.hashing import chain_root, prompt_digest
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import FirstToken, KvTransferParams, Role, TokenLogprob
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import PEER, Answer, Rig
 
 TRANSFER_ID = TransferId("xfer-1")

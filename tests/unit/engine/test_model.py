@@ -12,7 +12,7 @@ from kvferry.engine import attention, self_check
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import load_model, weights_digest
 from kvferry.errors import ConfigError
-from kvferry.testing.tiny_model import TINY_EOS_TOKEN_ID, TINY_VOCABULARY_SIZE, make_tiny_model
+from tests.support.tiny_model import TINY_EOS_TOKEN_ID, TINY_VOCABULARY_SIZE, make_tiny_model
 
 CONFIG = EngineConfig(num_threads=1)
 

@@ -15,7 +15,7 @@ from kvferry.engine.request import FinishReason
 from kvferry.engine.threshold import FixedThreshold
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role, TokenLogprob
-from kvferry.testing.tiny_model import TINY_VOCABULARY_SIZE
+from tests.support.tiny_model import TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import PEER, Rig
 from tests.unit.engine.test_handoff import plain_tokens, random_prompt, report_of
 

@@ -21,7 +21,7 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Role
-from kvferry.testing.tiny_model import TINY_EOS_TOKEN_ID, TINY_VOCABULARY_SIZE
+from tests.support.tiny_model import TINY_EOS_TOKEN_ID, TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import TIMEOUT_S, Answer, Rig
 
 

@@ -15,7 +15,7 @@ from kvferry.engine.threshold import (
     make_threshold,
 )
 from kvferry.protocol.ids import InstanceId
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 PEER = InstanceId("decode-0")
 COMPUTE_S = 0.001

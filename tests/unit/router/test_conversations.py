@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress
 from kvferry.router.conversations import Holder, MemoryStore, Turn
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 _PEER = PeerAddress(InstanceId("d"), Epoch(1), "tcp://h:1")
 

@@ -20,7 +20,7 @@ from kvferry.router.identities import IdentitySource
 from kvferry.router.identity import InstanceIdentity
 from kvferry.router.leg_wait import LegWaits
 from kvferry.router.upstream import LegAnswer, LegFailedError, LegFailure, Upstream
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 _URL = "http://p"
 _KEY = ConnectionKey("p", 80, False, True, None, None, None)

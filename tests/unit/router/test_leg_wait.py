@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.router.leg_wait import LegWait, LegWaits
 from kvferry.router.upstream import LegFailedError, LegFailure
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 _URL, _OTHER_URL = "http://p", "http://d"
 

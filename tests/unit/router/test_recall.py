@@ -22,7 +22,7 @@ from kvferry.router.kept_blocks import LIFETIME_S, KeptBlocks
 from kvferry.router.parsing import parse_body
 from kvferry.router.prefix import MAX_PIECES, PIECE_BYTES
 from kvferry.router.recall import Conversation, LookupResult, Recall, Recollection
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 _CHAT = "/v1/chat/completions"
 _URLS = ("http://d0", "http://d1")

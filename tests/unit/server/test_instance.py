@@ -9,8 +9,8 @@ from kvferry.engine.core import EngineCounters
 from kvferry.engine.runner import EngineSnapshot
 from kvferry.protocol.ids import BlockHash
 from kvferry.server.instance import Instance
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.registry import create_transport
+from tests.support.fake_clock import FakeClock
 
 
 class IdleEngine:

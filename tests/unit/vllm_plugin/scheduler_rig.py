@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.protocol.ids import TransferId
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.vllm_plugin.adapters import AdapterContents
 from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.tracked import StepFacts
+from tests.support.fake_clock import FakeClock
 from tests.unit.vllm_plugin.fake_engine import (
     BLOCK,
     HELLO,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.protocol.ids import BlockHash
-from kvferry.testing.fake_clock import FakeClock
 from kvferry.vllm_plugin.conversations import RetainedConversations
+from tests.support.fake_clock import FakeClock
 
 
 def _chain(names: str) -> list[BlockHash]:

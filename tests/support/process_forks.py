@@ -29,6 +29,8 @@ _PRELOADED = (
     "transformers.models.llama.modeling_llama",
 )
 _START_TIMEOUT_S = 120.0
+_ROOT = Path(__file__).parents[2]
+"""Where `tests` can be imported from."""
 
 
 class ForkedProcess:
@@ -67,6 +69,7 @@ class ProcessForks:
             [sys.executable, "-m", __name__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            cwd=_ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )
 

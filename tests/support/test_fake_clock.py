@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.testing.fake_clock import FakeClock
+from tests.support.fake_clock import FakeClock
 
 
 def test_time_moves_only_when_advanced() -> None:

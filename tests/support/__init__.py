@@ -1,0 +1,1 @@
+"""Fakes and processes that several groups of tests share; the package never imports them."""
