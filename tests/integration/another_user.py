@@ -28,7 +28,7 @@ _IMPORTED_LATER = (
     "concurrent.futures.thread",
     "encodings.idna",
     "kvferry.cli.router",
-    "kvferry.router.control_port",
+    "kvferry.client.control_port",
     "kvferry.router.service",
     "uvloop",
 )

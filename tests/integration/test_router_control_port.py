@@ -10,8 +10,9 @@ import pytest
 
 from kvferry.errors import PeerUnreachableError, RemoteProtocolError
 from kvferry.protocol.messages import Released
-from kvferry.router.control_port import ControlPorts
-from kvferry.router.engines import EngineConfig, EngineKind
+from kvferry.client.control_port import ControlPorts
+from kvferry.client.engine_kinds import EngineKind
+from kvferry.router.engines import EngineConfig
 from kvferry.router.fleet import Health
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port
 from tests.integration.router_setup import Deployment, vllm_deployment

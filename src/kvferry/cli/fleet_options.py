@@ -53,9 +53,9 @@ def fleet_options(function: _Command) -> _Command:
         nixl_texts: tuple[str, ...],
         **values: object,
     ) -> None:
+        from kvferry.client.engine_kinds import EngineKind
         from kvferry.router.engines import (
             EngineConfig,
-            EngineKind,
             parse_control_addresses,
             parse_nixl_addresses,
         )

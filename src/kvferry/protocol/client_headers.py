@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kvferry.errors import RequestError
 from kvferry.protocol.signing import SIGNATURE_HEADER
 
+REQUEST_ID_HEADER = "X-Request-Id"
 MODE_HEADER = "X-KVFerry-Mode"
 READ_BACK_HEADER = "X-KVFerry-Read-Back"
 RETENTION_HEADER = "X-KVFerry-Retention-S"

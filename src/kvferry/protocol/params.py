@@ -30,6 +30,13 @@ from kvferry.protocol.ids import (
 from kvferry.protocol.messages import MAX_DURATION_S, MAX_NAME_CHARS
 from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
 
+TRANSFER_FIELD = "kv_transfer_params"
+"""Holds the parameters, in the body of a leg and in prefill's answer."""
+PROGRESS_FIELD = "kv_progress"
+"""Asks a prefill leg to tell how far it is, and holds that in its stream."""
+REPORT_FIELD = "kv_report"
+"""Asks for times and counts of one request, and holds them in its answer."""
+
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
 _MAX_PORT = 65_535

@@ -11,13 +11,13 @@ import msgspec
 from aiohttp import web
 
 from kvferry.clock import Clock
+from kvferry.protocol.client_headers import REQUEST_ID_HEADER
 from kvferry.protocol.params import Role
 from kvferry.router import answers
 from kvferry.router.admission import Admission
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.fleet import Health, InstanceView
 from kvferry.router.headers import (
-    REQUEST_ID_HEADER,
     acceptable_request_id,
     answer_headers,
     request_headers,

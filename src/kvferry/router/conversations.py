@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvferry.clock import Clock
 from kvferry.protocol.params import PeerAddress
-from kvferry.router.kept_blocks import KeptOnce
+from kvferry.client.kept_blocks import KeptOnce
 from kvferry.router.prefix import Digest
 
 

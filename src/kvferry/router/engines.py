@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
 from kvferry.router.urls import normalise_url
 
@@ -18,38 +18,6 @@ _NIXL = re.compile(
     r"(?:/tp(?P<tp_size>[1-9][0-9]{0,3}))?"
 )
 _MAX_PORT = 65_535
-
-
-class EngineKind(enum.StrEnum):
-    """What all instances of a router are; one kind for a router."""
-
-    AUTO = "auto"
-    """``VLLM_NIXL_PUSH`` where a NIXL address is given, ``VLLM`` where a control port is, else
-    ``KVFERRY``."""
-    KVFERRY = "kvferry"
-    VLLM = "vllm"
-    """vLLM with FerryConnector."""
-    VLLM_NIXL = "vllm-nixl"
-    """vLLM with its own NixlConnector."""
-    VLLM_NIXL_PUSH = "vllm-nixl-push"
-    """vLLM with its own NixlPushConnector."""
-
-
-@dataclass(frozen=True, slots=True)
-class NixlAddress:
-    """What vLLM's NIXL connectors tell their peers of an engine."""
-
-    engine_id: str
-    host: str
-    port: int
-    """Of its side channel."""
-    tp_size: int = 1
-
-    @property
-    def endpoint(self) -> str:
-        """The side channel as a ZeroMQ endpoint."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

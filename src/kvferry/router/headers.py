@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict
 
-REQUEST_ID_HEADER = "X-Request-Id"
+from kvferry.protocol.client_headers import REQUEST_ID_HEADER
+
 MAX_REQUEST_ID_CHARS = 256
 
 _HOP_BY_HOP = frozenset(

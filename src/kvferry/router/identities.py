@@ -16,12 +16,13 @@ from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode
 from kvferry.protocol.user_key import NO_USER_KEY_OPTION, OwnKey, UserKeyFile, key_id
 from kvferry.router.config import RouterConfig
-from kvferry.router.engines import EngineConfig, EngineKind
+from kvferry.client.engine_kinds import EngineKind
+from kvferry.router.engines import EngineConfig
 from kvferry.router.identity import InstanceIdentity, parse_identity
 from kvferry.router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from kvferry.router.control_port import ControlPorts  # A router without any needs no ZeroMQ.
+    from kvferry.client.control_port import ControlPorts  # A router without any needs no ZeroMQ.
 
 _INSTANCE_PATH = "/kvferry/instance"
 _PULLS_ONLY = "so it takes part in pulls only"
@@ -153,7 +154,7 @@ def identity_source(config: RouterConfig, upstream: Upstream) -> IdentitySource:
 
 
 def _control_ports(key: OwnKey | None) -> ControlPorts:
-    from kvferry.router.control_port import ControlPorts
+    from kvferry.client.control_port import ControlPorts
 
     return ControlPorts(None if key is None else key.secret)
 

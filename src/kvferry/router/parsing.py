@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvferry.errors import RequestError
+from kvferry.protocol.params import TRANSFER_FIELD
 
-TRANSFER_FIELD = "kv_transfer_params"
 _EXTRA_FIELD = "vllm_xargs"
 _NULL = b"null"
 

@@ -16,10 +16,10 @@ from kvferry.router.answer_end import require_whole
 from kvferry.router.config import OnPrefillFailure
 from kvferry.router.context import OpenTransfer, Outcome, RequestContext
 from kvferry.router.decider import PlainReason
-from kvferry.router.dialect import hide_transfer_params
+from kvferry.client.dialect import hide_transfer_params
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
-from kvferry.router.kept_blocks import KeptBlocks
+from kvferry.client.kept_blocks import KeptBlocks
 from kvferry.router.leg_wait import LegWait
 from kvferry.router.progress import PrefillEvents
 from kvferry.router.proxy import is_event_stream

@@ -15,7 +15,7 @@ from kvferry.router.config import ConversationConfig, ReadBack
 from kvferry.router.conversation import ConversationKeys
 from kvferry.router.conversations import ConversationStore, Holder, Turn
 from kvferry.router.fleet import Fleet, Health, InstanceView
-from kvferry.router.kept_blocks import LIFETIME_S, KeptBlocks, KeptOnce
+from kvferry.client.kept_blocks import LIFETIME_S, KeptBlocks, KeptOnce
 from kvferry.router.prefix import Digest, PromptPrefix
 
 

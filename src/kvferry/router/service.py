@@ -42,7 +42,7 @@ from kvferry.router.scorers import fewest_inflight, most_free_blocks
 from kvferry.router.signer import Signer
 from kvferry.router.steps import DecideStep, ParseStep, StepTools
 from kvferry.router.upstream import Upstream
-from kvferry.router.vllm_dialects import dialect_of
+from kvferry.client.vllm_dialects import dialect_of
 
 # Requests have been waited for before the server's own shutdown begins.
 _SERVER_END_TIMEOUT_S = 1.0

@@ -20,7 +20,7 @@ from kvferry.router.config import DecodeChoice, RouteMode, RouterConfig
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import MODE_HEADER, decide, wanted_mode
-from kvferry.router.dialect import Dialect
+from kvferry.client.dialect import Dialect
 from kvferry.router.filters import can_push, fitting
 from kvferry.router.fleet import Fleet, InstanceView
 from kvferry.router.leg_wait import LegWaits

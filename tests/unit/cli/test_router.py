@@ -13,7 +13,8 @@ from kvferry.errors import ConfigError
 from kvferry.observe import log
 from kvferry.router import service
 from kvferry.router.config import ConversationConfig, ReadBack, RouterConfig
-from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
+from kvferry.router.engines import EngineConfig
 from tests.own_key import own_key
 
 _URLS = ("--prefill", "http://a:1", "--decode", "http://b:1")

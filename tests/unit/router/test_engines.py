@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import (
     EngineConfig,
-    EngineKind,
-    NixlAddress,
     parse_control_addresses,
     parse_nixl_addresses,
 )

@@ -11,7 +11,8 @@ from multidict import CIMultiDict
 
 from kvferry.errors import ConfigError, FerryError, RemoteProtocolError
 from kvferry.protocol.user_key import OwnKey, UserKeyFile, key_id
-from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
+from kvferry.router.engines import EngineConfig
 from kvferry.router.identities import AskedIdentities, GivenIdentities
 from kvferry.router.identity import InstanceIdentity
 from kvferry.router.upstream import LegAnswer, Upstream

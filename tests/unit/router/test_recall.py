@@ -18,7 +18,7 @@ from kvferry.router.conversation import ConversationKeys, Recogniser
 from kvferry.router.conversations import MemoryStore
 from kvferry.router.fleet import Fleet, Health, InstanceView
 from kvferry.router.identity import InstanceIdentity
-from kvferry.router.kept_blocks import LIFETIME_S, KeptBlocks
+from kvferry.client.kept_blocks import LIFETIME_S, KeptBlocks
 from kvferry.router.parsing import parse_body
 from kvferry.router.prefix import MAX_PIECES, PIECE_BYTES
 from kvferry.router.recall import Conversation, LookupResult, Recall, Recollection

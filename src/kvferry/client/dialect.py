@@ -21,8 +21,9 @@ from kvferry.protocol.params import (
     Role,
     emit_params,
 )
-from kvferry.router.kept_blocks import KeptBlocks
-from kvferry.router.parsing import TRANSFER_FIELD, ParsedBody
+from kvferry.client.kept_blocks import KeptBlocks
+from kvferry.protocol.params import TRANSFER_FIELD
+from kvferry.router.parsing import ParsedBody
 
 PROGRESS_FIELD = "kv_progress"
 _FALSE = msgspec.Raw(b"false")

@@ -11,11 +11,12 @@ from multidict import CIMultiDict
 
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, OnFailure, PeerAddress, Role, parse_params
-from kvferry.router.dialect import KvferryDialect
-from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
-from kvferry.router.kept_blocks import KeptBlocks
+from kvferry.client.dialect import KvferryDialect
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
+
+from kvferry.client.kept_blocks import KeptBlocks
 from kvferry.router.parsing import parse_body
-from kvferry.router.vllm_dialects import NixlDialect, NixlPushDialect, VllmDialect, dialect_of
+from kvferry.client.vllm_dialects import NixlDialect, NixlPushDialect, VllmDialect, dialect_of
 
 _ID = TransferId("xfer-1")
 _CHAT = parse_body(

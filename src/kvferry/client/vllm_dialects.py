@@ -13,11 +13,13 @@ from multidict import CIMultiDict
 
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Mode, OnFailure, PeerAddress
-from kvferry.router.dialect import Dialect, DialectTraits, KvferryDialect, offer_in
-from kvferry.router.engines import EngineConfig, EngineKind, NixlAddress
-from kvferry.router.headers import REQUEST_ID_HEADER
-from kvferry.router.kept_blocks import KeptBlocks, is_plain_prompt, kept_blocks_in
-from kvferry.router.parsing import TRANSFER_FIELD, ParsedBody
+from kvferry.client.dialect import Dialect, DialectTraits, KvferryDialect, offer_in
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
+from kvferry.router.engines import EngineConfig
+from kvferry.protocol.client_headers import REQUEST_ID_HEADER
+from kvferry.client.kept_blocks import KeptBlocks, is_plain_prompt, kept_blocks_in
+from kvferry.protocol.params import TRANSFER_FIELD
+from kvferry.router.parsing import ParsedBody
 
 _REPORT_FIELD = "kv_report"
 _FALSE = msgspec.Raw(b"false")

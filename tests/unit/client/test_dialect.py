@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, OnFailure, PeerAddress, Role, parse_params
-from kvferry.router.dialect import KvferryDialect, hide_transfer_params
+from kvferry.client.dialect import KvferryDialect, hide_transfer_params
 from kvferry.router.parsing import parse_body
 
 _BODY = parse_body(b'{"prompt":"a","stream":true,"stream_options":{"x":1},"min_tokens":5}')

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.router.kept_blocks import (
+from kvferry.client.kept_blocks import (
     MIN_BLOCKS,
     SEAM_TOKENS,
     KeptBlocks,
