@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.client.metrics_text import metric_total
 from tests.integration.deployment_setup import BOUND_S, Program
 from tests.own_key import signed, signed_body
 
@@ -180,14 +181,7 @@ class Client:
             self.session.get(program.url + "/metrics") as response,
         ):
             text = await response.text()
-        total = 0.0
-        for line in text.splitlines():
-            match = re.match(r"(\w+)(\{.*\})? (\S+)$", line)
-            if match is None or match[1] != name:
-                continue
-            if all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
-                total += float(match[3])
-        return total
+        return metric_total(text, name, **labels) or 0.0
 
     async def wait_whole(self, *programs: Program, timeout_s: float = SETTLE_S) -> None:
         """Return once every block of every instance is free and nothing runs or is held."""

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvferry.client.metrics_text import metric_by_label
 from kvferry.clock import SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import EngineConfig
@@ -141,10 +142,9 @@ class NixlWorld:
 
     async def outcomes(self) -> dict[str, int]:
         async with self.client.get(self.router.url + "/metrics") as response:
-            lines = (await response.text()).splitlines()
-        name = 'kvferry_router_requests_total{outcome="'
-        found = [line.removeprefix(name).split('"} ') for line in lines if line.startswith(name)]
-        return {outcome: int(float(value)) for outcome, value in found if float(value)}
+            text = await response.text()
+        found = metric_by_label(text, "kvferry_router_requests_total", "outcome")
+        return {outcome: int(count) for outcome, count in found.items() if count}
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.client.metrics_text import metric_by_label, metric_total
 from kvferry.clock import Clock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import EngineConfig
@@ -49,20 +50,13 @@ class Deployment:
         """The sum of all samples of ``name`` that carry ``labels``."""
         async with self.client.get(self.router.url + "/metrics") as response:
             text = await response.text()
-        total = 0.0
-        for line in text.splitlines():
-            match = re.match(r"(\w+)(\{.*\})? (\S+)$", line)
-            if match is None or match[1] != name:
-                continue
-            if all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
-                total += float(match[3])
-        return total
+        return metric_total(text, name, **labels) or 0.0
 
     async def outcomes(self) -> dict[str, int]:
         async with self.client.get(self.router.url + "/metrics") as response:
             text = await response.text()
-        found = re.findall(r'kvferry_router_requests_total\{outcome="(\w+)"\} (\S+)', text)
-        return {name: int(float(value)) for name, value in found if float(value)}
+        found = metric_by_label(text, "kvferry_router_requests_total", "outcome")
+        return {outcome: int(count) for outcome, count in found.items() if count}
 
     async def wait_settled(self) -> None:
         """Wait until no request runs and everything that was to be ended has been."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvferry.client.metrics_text import metric_total
 from tests.vllm.asking import Question
 
 _START_S = 60.0
@@ -76,13 +77,7 @@ class RunningRouter:
     async def instance_figure(self, url: str, name: str, **labels: str) -> float:
         """Return the sum of a metric at ``url`` over all labels but the given ones."""
         async with self.session.get(f"{url}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.partition("{")[0].partition(" ")[0] == name and all(w in line for w in wanted)
-        )
+            return metric_total(await response.text(), name, **labels) or 0.0
 
 
 @asynccontextmanager

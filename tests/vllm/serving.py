@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvferry.client.metrics_text import metric_total
 from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.vllm_command import CALM_FOLDER
 from kvferry.cluster.vllm_process import kill_session, session_members
@@ -155,23 +156,20 @@ class VllmServer:
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def metrics(self) -> dict[str, float]:
-        """Return vLLM's metrics without their labels."""
-        pairs = (line.rsplit(" ", 1) for line in self._metric_lines() if line.startswith("vllm:"))
-        return {name.partition("{")[0]: float(value) for name, value in pairs}
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric that must be there."""
+        total = metric_total(self._metrics_text(), name)
+        assert total is not None, f"{self.name} tells no {name}"
+        return total
 
     def figure(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all its labels but the given ones."""
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = (line for line in self._metric_lines() if line.startswith(f"{name}{{"))
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
-        )
+        return metric_total(self._metrics_text(), name, **labels) or 0.0
 
-    def _metric_lines(self) -> list[str]:
+    def _metrics_text(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             content: bytes = answer.read()
-            return content.decode().splitlines()
+            return content.decode()
 
     def _is_healthy(self) -> bool:
         try:

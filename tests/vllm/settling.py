@@ -39,7 +39,7 @@ async def wait_whole(client: Client, *servers: VllmServer) -> None:
         deadline_s = time.monotonic() + BOUND_S
         while True:
             await client.tokens(server.url, Question(random_tokens(3, 1), max_tokens=2))
-            usage = server.metrics()[_USAGE]
+            usage = server.metric(_USAGE)
             if usage == 0:
                 break
             assert time.monotonic() < deadline_s, f"{server.name}: {usage:.3f} still in use"

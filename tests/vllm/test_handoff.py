@@ -60,9 +60,9 @@ async def test_pulls_of_four_at_a_time_give_the_tokens_of_a_plain_server(
         assert offered is not None
         return await leg(decode.url, question, offered)
 
-    hits_before = decode.metrics()[_HITS]
+    hits_before = decode.metric(_HITS)
     assert await _wrong(plain_answers, client, answer) == []
-    assert decode.metrics()[_HITS] - hits_before == _num_moved(plain_answers)
+    assert decode.metric(_HITS) - hits_before == _num_moved(plain_answers)
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill", "prefill alone"])
@@ -83,9 +83,9 @@ async def test_pushes_of_four_at_a_time_do_whenever_decode_registers(
             tokens, _ = await asyncio.gather(decode_leg, prefill_leg)
         return tokens
 
-    hits_before = decode.metrics()[_HITS]
+    hits_before = decode.metric(_HITS)
     assert await _wrong(plain_answers, client, answer) == []
-    assert decode.metrics()[_HITS] - hits_before == _num_moved(plain_answers)
+    assert decode.metric(_HITS) - hits_before == _num_moved(plain_answers)
 
 
 async def test_the_same_prompt_again_needs_nothing_of_the_peer(
@@ -95,12 +95,12 @@ async def test_the_same_prompt_again_needs_nothing_of_the_peer(
     fresh = question.again()
     offered = await client.prefill(prefill.url, fresh)
     assert await client.tokens(decode.url, fresh, kv_transfer_params=offered) == expected
-    hits_before = decode.metrics()[_HITS]
+    hits_before = decode.metric(_HITS)
     offered = await client.prefill(prefill.url, fresh)
     assert await client.tokens(decode.url, fresh, kv_transfer_params=offered) == expected
     # All but the partial tail is cached; the tail is moved if it is worth it.
     tail = len(fresh.tokens) % 128
-    assert decode.metrics()[_HITS] - hits_before == (tail if tail >= _MIN_MOVED_TOKENS else 0)
+    assert decode.metric(_HITS) - hits_before == (tail if tail >= _MIN_MOVED_TOKENS else 0)
 
 
 async def test_metrics_tell_what_was_moved(

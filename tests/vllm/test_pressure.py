@@ -55,7 +55,7 @@ async def test_pushes_that_never_come_leave_the_pool_to_others(
         for index in range(_AT_ONCE)
     ]
     async with asyncio.timeout(_BOUND_S):
-        while decode.metrics()["vllm:num_requests_waiting"] < _AT_ONCE:
+        while decode.metric("vllm:num_requests_waiting") < _AT_ONCE:
             await asyncio.sleep(0.1)
         # All of them together would take 30 of 32 blocks until prefill_timeout_s.
         expected = await client.tokens(prefill.url, plain)

@@ -26,7 +26,7 @@ _USAGE = "vllm:kv_cache_usage_perc"
 
 async def _wait_running(server: VllmServer) -> None:
     deadline_s = time.monotonic() + _BOUND_S
-    while not server.metrics()["vllm:num_requests_running"]:
+    while not server.metric("vllm:num_requests_running"):
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.05)
 
@@ -84,4 +84,4 @@ async def test_a_push_that_runs_ends_and_decode_computes(
     assert tokens == await client.tokens(prefill.url, question.again())
     await client.reset_at_last(prefill.url)
     await client.tokens(prefill.url, Question((1, 2, 3), max_tokens=1))
-    assert prefill.metrics()[_USAGE] == 0
+    assert prefill.metric(_USAGE) == 0

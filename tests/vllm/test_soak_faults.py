@@ -53,15 +53,15 @@ class _Handoff:
         """Return at that moment; what runs goes on."""
         if moment in ("registered", "computing"):
             self.start_decode()
-            await wait_for(lambda: self.decode.metrics()[_WAITING] >= 1)
+            await wait_for(lambda: self.decode.metric(_WAITING) >= 1)
         if moment in ("held", "answering"):
             await self._prefill()
         if moment == "computing":
             self.prefill_leg = asyncio.create_task(self._prefill())
-            await wait_for(lambda: self.prefill.metrics()[_RUNNING] >= 1)
+            await wait_for(lambda: self.prefill.metric(_RUNNING) >= 1)
         if moment == "answering":
             self.start_decode()
-            await wait_for(lambda: self.decode.metrics()[_RUNNING] >= 1)
+            await wait_for(lambda: self.decode.metric(_RUNNING) >= 1)
 
     def start_decode(self) -> asyncio.Task[list[int]]:
         """Send the decode leg, if it was not sent."""

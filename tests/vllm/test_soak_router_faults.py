@@ -95,7 +95,7 @@ async def test_clients_get_right_tokens_or_a_clear_error_soon(
         asyncio.create_task(_ask(router, question.again(), mode, is_stream))
         for mode, is_stream in _WAYS
     ]
-    await wait_for(lambda: lost.metrics()[_RUNNING] >= (1 if victim == "prefill" else 2))
+    await wait_for(lambda: lost.metric(_RUNNING) >= (1 if victim == "prefill" else 2))
     began_s = time.monotonic()
     _inflict(fault, lost)
     answers = await asyncio.gather(*asked)

@@ -95,7 +95,7 @@ async def _wait_whole(client: Client, *servers: VllmServer) -> None:
         deadline_s = time.monotonic() + BOUND_S
         while True:
             await client.tokens(server.url, Question(_tokens(3, 1), max_tokens=2))
-            usage = server.metrics()["vllm:kv_cache_usage_perc"]
+            usage = server.metric("vllm:kv_cache_usage_perc")
             if usage == 0:
                 break
             assert time.monotonic() < deadline_s, f"{server.name}: {usage:.3f} still in use"
