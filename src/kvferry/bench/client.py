@@ -13,14 +13,17 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
+from kvferry.client.http_client import HttpClient
 from kvferry.clock import Clock
-from kvferry.errors import MeasurementError
+from kvferry.errors import MeasurementError, PeerUnreachableError
+from kvferry.protocol.client_headers import MODE_HEADER
+from kvferry.protocol.params import REPORT_FIELD
 from kvferry.protocol.prefill_report import PrefillReport
 
 _END = b"[DONE]"
 _MAX_ERROR_CHARS = 500
-MODE_HEADER = "X-KVFerry-Mode"
-"""Tells a router how the KV of this one request moves."""
+_MAX_ANSWER_S = 300.0
+"""Of an answer that is not streamed."""
 _NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -120,7 +123,8 @@ class TimedAnswer:
     sent_s: float
     answered_s: float
     """When all of it was there."""
-    fields: dict[str, object]
+    content: bytes
+    """Its body, as it came."""
 
 
 class _Collector:
@@ -200,6 +204,7 @@ class CompletionClient:
 
     def __init__(self, session: aiohttp.ClientSession, clock: Clock) -> None:
         self._session = session
+        self._http = HttpClient(session, _MAX_ANSWER_S)
         self._clock = clock
 
     async def stream(
@@ -217,7 +222,7 @@ class CompletionClient:
         of each token as it comes. Raises ``MeasurementError`` if the answer is an error, is
         malformed, ends early or has no token ids.
         """
-        payload = {**body, "stream": True, "return_token_ids": True, "kv_report": True}
+        payload = {**body, "stream": True, "return_token_ids": True, REPORT_FIELD: True}
         encoded, sent = msgspec.json.encode(payload), _headers(mode, headers)
         collector = _Collector(url, on_token)
         first_byte_s: float | None = None
@@ -250,36 +255,36 @@ class CompletionClient:
     ) -> TimedAnswer:
         """POST ``body`` to ``url`` and return the unstreamed answer.
 
-        Raises ``MeasurementError`` if it is an error or no JSON object.
+        Raises ``MeasurementError`` if it is no 200.
         """
-        encoded, sent = msgspec.json.encode(body), _headers(None, headers)
+        encoded = msgspec.json.encode(body)
         sent_s = self._clock.monotonic_s()
-        try:
-            async with self._session.post(url, data=encoded, headers=sent) as response:
-                await _require_success(url, response)
-                content = await response.read()
-                answered_s = self._clock.monotonic_s()
-            fields = msgspec.json.decode(content, type=dict[str, object])
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
-        return TimedAnswer(sent_s=sent_s, answered_s=answered_s, fields=fields)
+        content = await self._whole(url, "POST", encoded, headers)
+        answered_s = self._clock.monotonic_s()
+        return TimedAnswer(sent_s=sent_s, answered_s=answered_s, content=content)
 
     async def text(self, url: str) -> str:
         """GET ``url`` and return its text. Raises ``MeasurementError`` if the answer is no 200."""
-        try:
-            async with self._session.get(url) as response:
-                await _require_success(url, response)
-                return await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
+        return (await self._whole(url, "GET")).decode(errors="replace")
 
     async def post_nothing(self, url: str) -> None:
         """POST an empty body to ``url``. Raises ``MeasurementError`` if the answer is no 200."""
+        await self._whole(url, "POST")
+
+    async def _whole(
+        self,
+        url: str,
+        method: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> bytes:
         try:
-            async with self._session.post(url) as response:
-                await _require_success(url, response)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise MeasurementError(f"{url}: {error or type(error).__name__}") from error
+            reply = await self._http.ask(url, method=method, body=body, headers=headers)
+        except PeerUnreachableError as error:
+            raise MeasurementError(f"{url}: {error}") from error
+        if reply.status != 200:
+            raise MeasurementError(f"{url} answered {reply.status}: {reply.text}")
+        return reply.body
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[tuple[bytes, float]]:
         """Yield the data of each server-sent event and the time at which it was complete."""

@@ -13,23 +13,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer, TimedAnswer
-from kvferry.bench.turns_plan import READ_BACK_HEADER, SESSION_HEADER
-from kvferry.bench.two_legs import (
-    TRANSFER_FIELD,
-    Json,
-    VllmEngine,
-    metric_total,
-    offered_by,
-    peer_of,
-    prefill_fields,
-    prefill_report_of,
-    push_params,
-)
+from kvferry.bench.turns_plan import SESSION_HEADER
+from kvferry.client.dialects import Json, Peer, dialect_of
+from kvferry.client.engine_kinds import EngineKind
+from kvferry.client.metrics_text import metric_total
+from kvferry.client.nixl_history import NixlHistory
+from kvferry.errors import MeasurementError
+from kvferry.protocol.client_headers import READ_BACK_HEADER, REQUEST_ID_HEADER
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.params import TRANSFER_FIELD, Mode, OnFailure, PeerAddress
 from kvferry.protocol.prefill_report import PrefillReport
 
 _HITS = "vllm:external_prefix_cache_hits_total"
-_REQUEST_ID_HEADER = "X-Request-Id"
 _COMPLETIONS = "/v1/completions"
 _SMALL_PROMPT_TOKENS = 200
 _NO_HEADERS: Mapping[str, str] = {}
@@ -39,7 +37,7 @@ _NO_HEADERS: Mapping[str, str] = {}
 class LegsTargets:
     """Two instances, by base URLs without a trailing slash."""
 
-    engine: VllmEngine
+    engine: EngineKind
     prefill_url: str
     decode_url: str
 
@@ -73,16 +71,16 @@ class _Leg:
 
     body: Mapping[str, object]
     path: str
-    transfer_id: str
+    transfer_id: TransferId
 
     @classmethod
     def fresh(cls, body: Mapping[str, object], path: str) -> _Leg:
-        return cls(body, path, f"bench-{secrets.token_hex(8)}")
+        return cls(body, path, TransferId(f"bench-{secrets.token_hex(8)}"))
 
     @property
     def headers(self) -> dict[str, str]:
         """vLLM's own push matches both legs by this id."""
-        return {_REQUEST_ID_HEADER: self.transfer_id}
+        return {REQUEST_ID_HEADER: self.transfer_id}
 
 
 class LegsClient:
@@ -91,8 +89,9 @@ class LegsClient:
     def __init__(self, client: CompletionClient, targets: LegsTargets) -> None:
         self._client = client
         self._targets = targets
-        self._prefill_peer: Json | None = None
-        self._decode_peer: Json | None = None
+        self._dialect = dialect_of(targets.engine)
+        self._prefill_peer: Peer | None = None
+        self._decode_peer: PeerAddress | None = None
         self._answered: set[str] = set()
 
     async def ask(
@@ -100,12 +99,13 @@ class LegsClient:
         body: Mapping[str, object],
         mode: str,
         *,
-        history: Mapping[str, object] | None = None,
+        history: PeerAddress | NixlHistory | None = None,
         path: str = _COMPLETIONS,
     ) -> LegsAnswer:
         """Return both legs' answers to ``body``, which is sent to decode streamed.
 
-        ``history`` as in ``prefill_fields``. Raises ``MeasurementError``.
+        ``history`` is, for FerryConnector, who holds the conversation; for NixlConnector what came
+        with its answer. Raises ``MeasurementError``.
         """
         if mode == "push" and self._prefill_peer is None:
             await self.learn_peers()
@@ -115,13 +115,13 @@ class LegsClient:
             first, decode = await self._both(leg, mode, history)
         else:
             first = await self._prefill(self._targets.prefill_url, leg, mode, history)
-            offered = offered_by(first.fields)
+            offered = self._offered_by(first)
             decode = await self._decode(self._targets.decode_url, leg, offered)
         return LegsAnswer(
             prefill_sent_s=first.sent_s,
             prefill_answered_s=first.answered_s,
             decode=dataclasses.replace(decode, sent_s=min(first.sent_s, decode.sent_s)),
-            prefill_report=prefill_report_of(first.fields.get(TRANSFER_FIELD)),
+            prefill_report=_prefill_report_in(self._dialect.offered_params(first.content)),
             num_moved_tokens=round(await self._num_hits() - hits_before),
         )
 
@@ -129,7 +129,7 @@ class LegsClient:
         """Return decode's streamed answer to a request that prefill never sees."""
         return await self._client.stream(f"{self._targets.decode_url}{_COMPLETIONS}", body)
 
-    async def decode_peer(self) -> Json | None:
+    async def decode_peer(self) -> PeerAddress | None:
         """Return the decode instance as holder of a conversation; None where it can be none."""
         if self._prefill_peer is None:
             await self.learn_peers()
@@ -139,8 +139,9 @@ class LegsClient:
         """Find out by whole requests who prefill is and, where it can be a peer, who decode is."""
         prefill_url, decode_url = self._targets.prefill_url, self._targets.decode_url
         self._prefill_peer = await self._peer(prefill_url, decode_url)
-        if self._targets.engine is VllmEngine.FERRY:
-            self._decode_peer = await self._peer(decode_url, prefill_url)
+        if self._targets.engine is EngineKind.VLLM:
+            peer = await self._peer(decode_url, prefill_url)
+            self._decode_peer = peer if isinstance(peer, PeerAddress) else None
 
     async def stream(
         self,
@@ -178,7 +179,7 @@ class LegsClient:
         """As ``CompletionClient.post_nothing``."""
         await self._client.post_nothing(url)
 
-    async def _hint(self, headers: Mapping[str, str]) -> Json | None:
+    async def _hint(self, headers: Mapping[str, str]) -> PeerAddress | None:
         """Return who holds the conversation, as a router would remember."""
         session = headers.get(SESSION_HEADER)
         if session is None or session not in self._answered:
@@ -187,10 +188,10 @@ class LegsClient:
         return await self.decode_peer() if headers.get(READ_BACK_HEADER) == "auto" else None
 
     async def _both(
-        self, leg: _Leg, mode: str, history: Mapping[str, object] | None
+        self, leg: _Leg, mode: str, history: PeerAddress | NixlHistory | None
     ) -> tuple[TimedAnswer, StreamedAnswer]:
         assert self._prefill_peer is not None
-        params = push_params(self._targets.engine, leg.transfer_id, self._prefill_peer)
+        params = self._dialect.push_params(leg.transfer_id, self._prefill_peer, OnFailure.RECOMPUTE)
         decode = asyncio.ensure_future(self._decode(self._targets.decode_url, leg, params))
         try:
             first = await self._prefill(self._targets.prefill_url, leg, mode, history)
@@ -200,30 +201,49 @@ class LegsClient:
             await asyncio.gather(decode, return_exceptions=True)
 
     async def _prefill(
-        self, url: str, leg: _Leg, mode: str, history: Mapping[str, object] | None = None
+        self, url: str, leg: _Leg, mode: str, history: PeerAddress | NixlHistory | None = None
     ) -> TimedAnswer:
-        fields = prefill_fields(self._targets.engine, leg.transfer_id, mode, history=history)
-        own = {name: value for name, value in leg.body.items() if name != "stream_options"}
-        return await self._client.complete(
-            f"{url}{leg.path}", {**own, **fields}, headers=leg.headers
-        )
+        body = self._dialect.prefill_fields(leg.body, leg.transfer_id, Mode(mode), history=history)
+        return await self._client.complete(f"{url}{leg.path}", body, headers=leg.headers)
 
-    async def _decode(self, url: str, leg: _Leg, params: Mapping[str, object]) -> StreamedAnswer:
-        body = {**leg.body, TRANSFER_FIELD: dict(params)}
+    async def _decode(self, url: str, leg: _Leg, params: msgspec.Raw) -> StreamedAnswer:
+        body = self._dialect.decode_fields(leg.body, params)
         return await self._client.stream(f"{url}{leg.path}", body, headers=leg.headers)
 
-    async def _peer(self, url: str, other_url: str) -> Json:
+    async def _peer(self, url: str, other_url: str) -> Peer:
         """Ask ``url`` for a prefill leg, and the other for decode, so that nothing stays held."""
         leg = _Leg.fresh(_small_body(), _COMPLETIONS)
-        engine = self._targets.engine
-        first = await self._prefill(url, leg, engine.modes[0])
-        offered = offered_by(first.fields)
+        first = await self._prefill(url, leg, self._targets.engine.modes[0])
+        offered = self._offered_by(first)
         await self._decode(other_url, leg, offered)
-        return peer_of(engine, offered)
+        peer = self._dialect.peer_in(offered)
+        if peer is None:
+            raise MeasurementError(f"{url} does not say who it is in what it offers")
+        return peer
+
+    def _offered_by(self, answer: TimedAnswer) -> msgspec.Raw:
+        offered = self._dialect.offered_params(answer.content)
+        if offered is None:
+            raise MeasurementError(
+                f"prefill's answer has no {TRANSFER_FIELD}: is a connector loaded?"
+            )
+        return offered
 
     async def _num_hits(self) -> float:
         text = await self._client.text(f"{self._targets.decode_url}/metrics")
         return metric_total(text, _HITS) or 0.0
+
+
+class _Offer(msgspec.Struct):
+    prefill_report: PrefillReport | None = None
+    """None: the connector says nothing of its part."""
+
+
+def _prefill_report_in(offered: msgspec.Raw | None) -> PrefillReport | None:
+    try:
+        return None if offered is None else msgspec.json.decode(offered, type=_Offer).prefill_report
+    except msgspec.DecodeError as error:
+        raise MeasurementError(f"prefill's report is malformed: {error}") from error
 
 
 def _small_body() -> Json:

@@ -13,12 +13,11 @@ from typing import Protocol, TypeVar
 
 from kvferry.bench.client import StreamedAnswer
 from kvferry.errors import ConfigError
+from kvferry.protocol.client_headers import READ_BACK_HEADER
 
 Item = TypeVar("Item")
 SESSION_HEADER = "X-Session-ID"
 """Tells a router which conversation a request belongs to."""
-READ_BACK_HEADER = "X-KVFerry-Read-Back"
-"""``auto`` or ``off``: whether a router may have a conversation's history read back."""
 
 
 class TurnArm(enum.StrEnum):

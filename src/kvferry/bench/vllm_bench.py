@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from kvferry.bench.client import StreamedAnswer
 from kvferry.bench.legs_client import LegsAnswer, LegsClient
 from kvferry.bench.turns_plan import TokenScript
-from kvferry.bench.two_legs import Json
 from kvferry.bench.vllm_plan import VllmArm, VllmDeployment, VllmPlan, VllmStep
+from kvferry.client.dialects import Json
+from kvferry.client.nixl_history import NixlHistory
 from kvferry.errors import MeasurementError
+from kvferry.protocol.params import PeerAddress
 
 _WARM_UP_TOKENS = 512
 _SETTLE_TOKENS = 128
@@ -136,14 +140,17 @@ class VllmBench:
 
     async def _first_turn(
         self, client: LegsClient, arm: VllmArm, body: Json
-    ) -> tuple[StreamedAnswer, Json | None]:
+    ) -> tuple[StreamedAnswer, PeerAddress | NixlHistory | None]:
         """Return a first turn's answer, and what the next turn's prefill is told of its holder.
 
         With FerryConnector decode computes it alone, so that prefill has never seen the history.
         """
         if arm is VllmArm.NIXL_READ_BACK:
             answer = (await client.ask(body, arm.mode)).decode
-            return answer, answer.transfer_params
+            named = answer.transfer_params
+            if named is None:
+                return answer, None
+            return answer, NixlHistory(msgspec.Raw(msgspec.json.encode(named)))
         answer = await client.ask_decode_alone(body)
         return answer, await client.decode_peer() if arm.reads_back else None
 

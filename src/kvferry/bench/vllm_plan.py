@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.turns_plan import arm_rotations
-from kvferry.bench.two_legs import VllmEngine
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import ConfigError
 from kvferry.protocol.params import Role
 
@@ -29,15 +29,15 @@ class VllmDeployment(enum.StrEnum):
     """FerryConnector, which pulls, pushes and reads back."""
 
     @property
-    def engine(self) -> VllmEngine:
+    def engine(self) -> EngineKind:
         """How its legs are asked."""
         match self:
             case VllmDeployment.NIXL | VllmDeployment.NIXL_BIDIRECTIONAL:
-                return VllmEngine.NIXL
+                return EngineKind.VLLM_NIXL
             case VllmDeployment.NIXL_PUSH:
-                return VllmEngine.NIXL_PUSH
+                return EngineKind.VLLM_NIXL_PUSH
             case VllmDeployment.FERRY:
-                return VllmEngine.FERRY
+                return EngineKind.VLLM
 
     def arguments(self, role: Role) -> tuple[str, ...]:
         """Return further arguments of its instance of one role."""

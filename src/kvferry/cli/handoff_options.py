@@ -11,10 +11,10 @@ import click
 from kvferry.bench.background import BackgroundPlan
 from kvferry.bench.handoff import DEFAULT_ARMS, Arm, HandoffPlan, Targets
 from kvferry.bench.legs_client import LegsTargets
-from kvferry.bench.two_legs import VllmEngine
 from kvferry.cli.arm_names import ArmNames
 from kvferry.cli.legs_options import legs_options
 from kvferry.cli.token_counts import TokenCounts
+from kvferry.client.engine_kinds import VLLM_KINDS
 from kvferry.cluster.topology import Topology
 
 _Command = Callable[..., None]
@@ -102,7 +102,7 @@ def target_options(function: _Command) -> _Command:
             )
         function(targets=targets, legs=legs, **rest)
 
-    return legs_options(*VllmEngine)(_decorated(with_targets, _TARGET_OPTIONS))
+    return legs_options(*VLLM_KINDS)(_decorated(with_targets, _TARGET_OPTIONS))
 
 
 def plan_options(function: _Command) -> _Command:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import click
 
 from kvferry.bench.legs_client import LegsTargets
-from kvferry.bench.two_legs import VllmEngine
+from kvferry.client.engine_kinds import EngineKind
 
 _Command = Callable[..., None]
 
 
-def _options(engines: Sequence[VllmEngine]) -> tuple[Callable[[_Command], _Command], ...]:
+def _options(engines: Sequence[EngineKind]) -> tuple[Callable[[_Command], _Command], ...]:
     return (
         click.option(
             "--engine",
@@ -26,7 +26,7 @@ def _options(engines: Sequence[VllmEngine]) -> tuple[Callable[[_Command], _Comma
     )
 
 
-def legs_options(*engines: VllmEngine) -> Callable[[_Command], _Command]:
+def legs_options(*engines: EngineKind) -> Callable[[_Command], _Command]:
     """Add the options for instances of ``engines``; the command gets ``legs``, or None.
 
     The command's own options must not be called ``--engine`` or ``--decode-url``; where it has
@@ -49,7 +49,7 @@ def legs_options(*engines: VllmEngine) -> Callable[[_Command], _Command]:
                         f"--engine {engine} needs --prefill-url and --decode-url, one of each"
                     )
                 legs = LegsTargets(
-                    engine=VllmEngine(engine),
+                    engine=EngineKind(engine),
                     prefill_url=prefill_urls[0].rstrip("/"),
                     decode_url=decode_url.rstrip("/"),
                 )

@@ -11,10 +11,10 @@ import click
 from kvferry.bench.legs_client import LegsTargets
 from kvferry.bench.turns import TurnTargets
 from kvferry.bench.turns_plan import Shape, TurnArm, TurnsPlan, growing, with_histories
-from kvferry.bench.two_legs import VllmEngine
 from kvferry.cli.arm_names import ArmNames
 from kvferry.cli.legs_options import legs_options
 from kvferry.cli.token_counts import TokenCounts
+from kvferry.client.engine_kinds import EngineKind
 
 _Command = Callable[..., None]
 _DEFAULTS = {"turns": 6, "first_length": 1024, "turn_tokens": 512, "new_tokens": 100}
@@ -112,7 +112,7 @@ def turn_target_options(function: _Command) -> _Command:
             )
         function(targets=targets, legs=legs, **rest)
 
-    return legs_options(VllmEngine.FERRY)(_decorated(with_targets, _TARGET_OPTIONS))
+    return legs_options(EngineKind.VLLM)(_decorated(with_targets, _TARGET_OPTIONS))
 
 
 def turns_plan_options(function: _Command) -> _Command:

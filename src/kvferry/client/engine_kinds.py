@@ -1,13 +1,15 @@
-"""The kinds of engine whose legs can be asked, and how vLLM's NIXL connectors name an engine. Pure."""
+"""The kinds of engine whose legs are asked, and how NIXL connectors name an engine. Pure."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
+from kvferry.protocol.params import Mode
+
 
 class EngineKind(enum.StrEnum):
-    """What all instances of a router are; one kind for a router."""
+    """What is served at a URL, and with which connector."""
 
     AUTO = "auto"
     """``VLLM_NIXL_PUSH`` where a NIXL address is given, ``VLLM`` where a control port is, else
@@ -19,6 +21,20 @@ class EngineKind(enum.StrEnum):
     """vLLM with its own NixlConnector."""
     VLLM_NIXL_PUSH = "vllm-nixl-push"
     """vLLM with its own NixlPushConnector."""
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """How KV may be moved between such instances."""
+        match self:
+            case EngineKind.VLLM_NIXL:
+                return (Mode.PULL,)
+            case EngineKind.VLLM_NIXL_PUSH:
+                return (Mode.PUSH,)
+            case _:
+                return (Mode.PULL, Mode.PUSH)
+
+
+VLLM_KINDS = (EngineKind.VLLM, EngineKind.VLLM_NIXL, EngineKind.VLLM_NIXL_PUSH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.client.nixl_history import ReadOnce
 from kvferry.clock import Clock
 from kvferry.protocol.params import PeerAddress
-from kvferry.client.kept_blocks import KeptOnce
 from kvferry.router.prefix import Digest
 
 
@@ -34,7 +34,7 @@ class Turn:
     """Of the prompt, in the units of its prefix; 0 where it had none."""
     digest: Digest
     """Of the prompt to exactly that length."""
-    kept: KeptOnce | None = None
+    kept: ReadOnce | None = None
     """Its blocks, where the holder has named them for one read."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from multidict import CIMultiDict
 
 from kvferry.protocol.params import Role
@@ -82,7 +83,8 @@ class DecodeStep:
             return context.parsed().encoded, context.headers
         tools = self._tools
         retention_s = tools.retention_s(context, view)
-        body = tools.dialect.decode_body(context.parsed(), context.offered, retention_s)
+        fields = tools.dialect.decode_fields(context.parsed().fields, context.offered, retention_s)
+        body = msgspec.json.encode(fields)
         headers = tools.leg_headers(context, body, context.transfer.transfer_id)
         note_receiver(context, view)
         return body, headers

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from multidict import CIMultiDict
 
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import ConfigError, RemoteProtocolError
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode
 from kvferry.protocol.user_key import NO_USER_KEY_OPTION, OwnKey, UserKeyFile, key_id
 from kvferry.router.config import RouterConfig
-from kvferry.client.engine_kinds import EngineKind
 from kvferry.router.engines import EngineConfig
 from kvferry.router.identity import InstanceIdentity, parse_identity
 from kvferry.router.upstream import Upstream

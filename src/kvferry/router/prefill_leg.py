@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
+from kvferry.client.dialects import hide_transfer_params
+from kvferry.client.nixl_history import NixlHistory
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Mode, PeerAddress, Role
 from kvferry.router import answers
@@ -16,10 +19,8 @@ from kvferry.router.answer_end import require_whole
 from kvferry.router.config import OnPrefillFailure
 from kvferry.router.context import OpenTransfer, Outcome, RequestContext
 from kvferry.router.decider import PlainReason
-from kvferry.client.dialect import hide_transfer_params
 from kvferry.router.fleet import InstanceView
 from kvferry.router.headers import answer_headers
-from kvferry.client.kept_blocks import KeptBlocks
 from kvferry.router.leg_wait import LegWait
 from kvferry.router.progress import PrefillEvents
 from kvferry.router.proxy import is_event_stream
@@ -61,13 +62,14 @@ class PrefillLeg:
         history = self._history()
         if history is not None:
             tools.figures.history_hints.inc()
-        body = tools.dialect.prefill_body(
-            context.parsed(),
+        fields = tools.dialect.prefill_fields(
+            context.parsed().fields,
             self.transfer_id,
             self.mode,
             wants_progress=self.on_progress is not None,
             history=history,
         )
+        body = msgspec.json.encode(fields)
         headers = tools.leg_headers(context, body, self.transfer_id)
         limit_s = tools.config.prefill_timeout_s
         wait = tools.waits.of_leg(self.view.url)
@@ -90,7 +92,7 @@ class PrefillLeg:
                     LegFailure.TIMEOUT, f"no answer within {limit_s:g} s"
                 ) from error
 
-    def _history(self) -> PeerAddress | KeptBlocks | None:
+    def _history(self) -> PeerAddress | NixlHistory | None:
         conversation = self.context.conversation
         if conversation is None:
             return None

@@ -10,9 +10,12 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
+
+from kvferry.client.dialects import Peer
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import new_transfer_id
-from kvferry.protocol.params import Mode, OnFailure, PeerAddress, Role
+from kvferry.protocol.params import Mode, OnFailure, Role
 from kvferry.router.config import DecodeChoice, OnPrefillFailure
 from kvferry.router.context import GOOD_OUTCOMES, Outcome, RequestContext
 from kvferry.router.credits import Credit
@@ -45,7 +48,7 @@ class PushAttempt:
         self._context = context
         self._credit = credit
         self._retry_beside = retry_beside
-        self._peer = _peer_of(prefill)
+        self._peer = _peer_of(tools, prefill)
         self._leg = PrefillLeg(
             tools=tools,
             context=context,
@@ -124,7 +127,8 @@ class PushAttempt:
             transfer_id, self._peer, self._on_failure()
         )
         retention_s = tools.retention_s(context, view)
-        body = tools.dialect.decode_body(context.parsed(), params, retention_s)
+        fields = tools.dialect.decode_fields(context.parsed().fields, params, retention_s)
+        body = msgspec.json.encode(fields)
         headers = tools.leg_headers(context, body, transfer_id)
         note_receiver(context, view)
         if self._decode_leg is not None:
@@ -274,7 +278,7 @@ class PushAttempt:
             self._decode_leg.limit_begin(self._tools.config.prefill_timeout_s)
 
 
-def _peer_of(view: InstanceView) -> PeerAddress:
+def _peer_of(tools: StepTools, view: InstanceView) -> Peer:
     if view.identity is None:
         raise LocalProtocolError(f"{view.url} was chosen for a push and is not known")
-    return view.identity.peer
+    return tools.config.engines.nixl_addresses.get(view.url) or view.identity.peer

@@ -10,12 +10,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.client.nixl_history import LIFETIME_S, NixlHistory, ReadOnce
 from kvferry.protocol.params import PeerAddress, Role
 from kvferry.router.config import ConversationConfig, ReadBack
 from kvferry.router.conversation import ConversationKeys
 from kvferry.router.conversations import ConversationStore, Holder, Turn
 from kvferry.router.fleet import Fleet, Health, InstanceView
-from kvferry.client.kept_blocks import LIFETIME_S, KeptBlocks, KeptOnce
 from kvferry.router.prefix import Digest, PromptPrefix
 
 
@@ -37,7 +37,7 @@ class Recollection:
     is_same: bool
     """Whether it is known by its id or by a prompt that this one continues, rather than by a
     beginning that other conversations share. Only then is the holder preferred."""
-    kept: KeptOnce | None = None
+    kept: ReadOnce | None = None
     """Blocks of an earlier prompt that this one continues, for one read."""
 
 
@@ -84,7 +84,7 @@ class Recall:
         return None, LookupResult.STALE if search.has_met_stale else LookupResult.MISS
 
     def note_answer(
-        self, conversation: Conversation, view: InstanceView, kept: KeptBlocks | None = None
+        self, conversation: Conversation, view: InstanceView, kept: NixlHistory | None = None
     ) -> None:
         """Remember that ``view`` answers; or forget the conversation where that ends it.
 
@@ -96,7 +96,7 @@ class Recall:
             self._store.forget(keys.to_forget())
             return
         tip = keys.prefix.tip
-        once = KeptOnce(kept) if kept is not None and tip.is_whole else None
+        once = ReadOnce(kept) if kept is not None and tip.is_whole else None
         turn = Turn(Holder(view.url, view.peer), tip.length, tip.digest, once)
         lifetime_s = self._config.conversation_ttl_s if retention_s is None else retention_s
         if once is not None:
@@ -105,7 +105,7 @@ class Recall:
 
     def history_for(
         self, conversation: Conversation, prefill: InstanceView
-    ) -> PeerAddress | KeptBlocks | None:
+    ) -> PeerAddress | NixlHistory | None:
         """Return who probably holds blocks of the prompt that ``prefill`` is to compute.
 
         Where the holder has named the blocks, they are returned instead, once. None where nobody

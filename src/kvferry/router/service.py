@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from kvferry.client.dialects import dialect_of
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import ConfigError
 from kvferry.observe.log import get_logger
@@ -42,7 +43,6 @@ from kvferry.router.scorers import fewest_inflight, most_free_blocks
 from kvferry.router.signer import Signer
 from kvferry.router.steps import DecideStep, ParseStep, StepTools
 from kvferry.router.upstream import Upstream
-from kvferry.client.vllm_dialects import dialect_of
 
 # Requests have been waited for before the server's own shutdown begins.
 _SERVER_END_TIMEOUT_S = 1.0
@@ -103,7 +103,7 @@ class Router:
     def _routes(self, upstream: Upstream) -> Routes:
         config = self._config
         figures = RouterFigures(Metrics())
-        dialect = dialect_of(config.engines)
+        dialect = dialect_of(config.engines.resolved_kind)
         signer = Signer(config.cluster_key, self._unix_time_s)
         self._cleanup = TransferCleanup(
             upstream,

@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.web import RequestPayloadError
 from multidict import CIMultiDict
 
+from kvferry.client.dialects import Dialect
 from kvferry.clock import Clock
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import TransferId
@@ -20,7 +21,6 @@ from kvferry.router.config import DecodeChoice, RouteMode, RouterConfig
 from kvferry.router.context import Outcome, RequestContext
 from kvferry.router.credits import HandoffCredits
 from kvferry.router.decider import MODE_HEADER, decide, wanted_mode
-from kvferry.client.dialect import Dialect
 from kvferry.router.filters import can_push, fitting
 from kvferry.router.fleet import Fleet, InstanceView
 from kvferry.router.leg_wait import LegWaits
@@ -159,14 +159,15 @@ class StepTools:
         """
         if context.conversation is None:
             return
-        kept = None if answer is None else self.dialect.kept_blocks(context.parsed(), answer)
+        kept = None if answer is None else self.dialect.history_in(context.parsed().fields, answer)
         self.recall.note_answer(context.conversation, view, kept)
 
     def leg_headers(
         self, context: RequestContext, body: bytes, transfer_id: TransferId
     ) -> CIMultiDict[str]:
         """Return the headers of a leg of a handoff, signed where there is a cluster key."""
-        headers = self.dialect.leg_headers(context.headers, transfer_id)
+        headers = context.headers.copy()
+        headers.update(self.dialect.leg_headers(transfer_id))
         return self.signer.signed(headers, body, transfer_id)
 
     def retention_s(self, context: RequestContext, view: InstanceView) -> float | None:

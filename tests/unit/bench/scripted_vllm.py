@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvferry.bench.client import CompletionClient
 from kvferry.bench.legs_client import LegsClient, LegsTargets
-from kvferry.bench.two_legs import VllmEngine
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.clock import SystemClock
 
 Json = dict[str, Any]
@@ -24,7 +24,7 @@ class ScriptedInstance:
     """Answers a prefill leg with an offer, any other request with a stream of tokens."""
 
     name: str
-    engine: VllmEngine
+    engine: EngineKind
     moves: bool = True
     """Whether a decode leg has anything from outside."""
     holds: bool = True
@@ -33,6 +33,8 @@ class ScriptedInstance:
     bodies: list[Json] = field(default_factory=list)
     request_ids: list[str | None] = field(default_factory=list)
     num_resets: int = 0
+    offered: Json | None = None
+    """Instead of a good offer."""
     _hits: int = 0
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -43,7 +45,8 @@ class ScriptedInstance:
         if params.get("role") == "prefill" or params.get("do_remote_decode"):
             assert body["stream"] is False
             assert "stream_options" not in body
-            return web.json_response({"kv_transfer_params": self._offer(body, params)})
+            offered = self._offer(body, params) if self.offered is None else self.offered
+            return web.json_response({"kv_transfer_params": offered})
         if params and self.moves:
             self._hits += len(body["prompt"])
         events = [{"choices": [{"token_ids": [token]}]} for token in range(body["max_tokens"])]
@@ -59,7 +62,7 @@ class ScriptedInstance:
         return web.Response()
 
     def _offer(self, body: Json, params: Json) -> Json:
-        if self.engine is not VllmEngine.FERRY:
+        if self.engine is not EngineKind.VLLM:
             coordinates = {
                 "remote_engine_id": self.name,
                 "remote_host": "127.0.0.1",
@@ -86,7 +89,7 @@ class ScriptedPair:
 
 
 @asynccontextmanager
-async def serving_pair(engine: VllmEngine, **decode: Any) -> AsyncIterator[ScriptedPair]:  # noqa: ANN401
+async def serving_pair(engine: EngineKind, **decode: Any) -> AsyncIterator[ScriptedPair]:  # noqa: ANN401
     """Serve a prefill and a decode instance; ``decode`` are the latter's fields."""
     instances = (ScriptedInstance("p", engine), ScriptedInstance("d", engine, **decode))
     runners = []

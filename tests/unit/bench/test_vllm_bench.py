@@ -8,9 +8,9 @@ import random
 import pytest
 
 from kvferry.bench.legs_client import LegsClient
-from kvferry.bench.two_legs import VllmEngine
 from kvferry.bench.vllm_bench import VllmBench, VllmSample
 from kvferry.bench.vllm_plan import VllmArm, VllmDeployment, VllmPlan, VllmStep
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import MeasurementError
 from tests.unit.bench.scripted_vllm import ScriptedPair, serving_pair
 
@@ -108,15 +108,15 @@ async def test_what_is_not_its_arm_s_ends_the_run(
 
 def test_each_deployment_is_asked_in_its_own_words() -> None:
     assert {d: d.engine for d in VllmDeployment} == {
-        VllmDeployment.NIXL: VllmEngine.NIXL,
-        VllmDeployment.NIXL_PUSH: VllmEngine.NIXL_PUSH,
-        VllmDeployment.NIXL_BIDIRECTIONAL: VllmEngine.NIXL,
-        VllmDeployment.FERRY: VllmEngine.FERRY,
+        VllmDeployment.NIXL: EngineKind.VLLM_NIXL,
+        VllmDeployment.NIXL_PUSH: EngineKind.VLLM_NIXL_PUSH,
+        VllmDeployment.NIXL_BIDIRECTIONAL: EngineKind.VLLM_NIXL,
+        VllmDeployment.FERRY: EngineKind.VLLM,
     }
 
 
 async def test_no_step_begins_when_time_is_over() -> None:
-    async with serving_pair(VllmEngine.NIXL) as pair:
+    async with serving_pair(EngineKind.VLLM_NIXL) as pair:
         bench = VllmBench(_Stage({VllmDeployment.NIXL: pair}), _PLAN, random.Random(1))
         done: list[VllmStep] = []
         steps = [VllmStep(VllmArm.NIXL_PULL, 20, repeat) for repeat in range(5)]

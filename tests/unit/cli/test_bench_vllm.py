@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.two_legs import VllmEngine
 from kvferry.bench.vllm_plan import VllmDeployment
 from kvferry.cli.main import run
 from kvferry.cli.vllm_options import deployments_that_fit, vllm_python
 from kvferry.cli.vllm_stage import VllmSettings, VllmStage
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.clock import SystemClock
 from kvferry.cluster.vllm_process import VllmProcess, session_members
 from kvferry.errors import ClusterError
@@ -113,7 +113,7 @@ def pair() -> Iterator[ScriptedPair]:
     ready, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with serving_pair(VllmEngine.FERRY) as made:
+        async with serving_pair(EngineKind.VLLM) as made:
             served.append(made)
             ready.set()
             await ended.wait()

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.cli.router import router
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
 from kvferry.observe import log
 from kvferry.router import service
 from kvferry.router.config import ConversationConfig, ReadBack, RouterConfig
-from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.router.engines import EngineConfig
 from tests.own_key import own_key
 

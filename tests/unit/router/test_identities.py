@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from multidict import CIMultiDict
 
+from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError, FerryError, RemoteProtocolError
 from kvferry.protocol.user_key import OwnKey, UserKeyFile, key_id
-from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.router.engines import EngineConfig
 from kvferry.router.identities import AskedIdentities, GivenIdentities
 from kvferry.router.identity import InstanceIdentity

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from multidict import CIMultiDict
 
+from kvferry.client.nixl_history import LIFETIME_S, NixlHistory
 from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress, Role
@@ -18,7 +19,6 @@ from kvferry.router.conversation import ConversationKeys, Recogniser
 from kvferry.router.conversations import MemoryStore
 from kvferry.router.fleet import Fleet, Health, InstanceView
 from kvferry.router.identity import InstanceIdentity
-from kvferry.client.kept_blocks import LIFETIME_S, KeptBlocks
 from kvferry.router.parsing import parse_body
 from kvferry.router.prefix import MAX_PIECES, PIECE_BYTES
 from kvferry.router.recall import Conversation, LookupResult, Recall, Recollection
@@ -269,7 +269,7 @@ async def test_conversations_with_the_same_long_beginning_keep_their_holders(des
 # -- whom prefill is pointed to ---------------------------------------------------------------
 async def _hint(
     desk: _Desk, prefill: str = "http://p", read_back: ReadBack = ReadBack.AUTO, holder: int = 1
-) -> PeerAddress | KeptBlocks | None:
+) -> PeerAddress | NixlHistory | None:
     keys = desk.answer(desk.keys(_chat("a")), _URLS[holder])
     recollection, _ = await desk.recall.look_up(keys)
     assert recollection is not None
@@ -320,13 +320,13 @@ async def test_nothing_recalled_is_no_hint(desk: _Desk) -> None:
 
 
 # -- blocks that a holder has named for one read ----------------------------------------------
-_KEPT = KeptBlocks(msgspec.Raw(b"{}"))
+_KEPT = NixlHistory(msgspec.Raw(b"{}"))
 _TURN, _NEXT = _chat("a"), _chat("a", "b", "c")
 
 
 async def _kept_for(
     desk: _Desk, keys: ConversationKeys, prefill: str = "http://p"
-) -> PeerAddress | KeptBlocks | None:
+) -> PeerAddress | NixlHistory | None:
     recollection, _ = await desk.recall.look_up(keys)
     conversation = _conversation(keys, recollection)
     return desk.recall.history_for(conversation, desk.view(prefill, Role.PREFILL))

@@ -7,13 +7,12 @@ tokens may come back otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-
-from kvferry.router.parsing import ParsedBody
 
 LIFETIME_S = 450.0
 """vLLM keeps them for 480 s by default, and declines a read shortly before."""
@@ -34,21 +33,21 @@ _RESHAPING_FIELDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBlocks:
+class NixlHistory:
     """The transfer parameters that a prefill leg reads them by."""
 
     params: msgspec.Raw
 
 
-class KeptOnce:
+class ReadOnce:
     """Gives its blocks out once: vLLM reuses them as soon as they have been read."""
 
     __slots__ = ("_blocks",)
 
-    def __init__(self, blocks: KeptBlocks) -> None:
-        self._blocks: KeptBlocks | None = blocks
+    def __init__(self, blocks: NixlHistory) -> None:
+        self._blocks: NixlHistory | None = blocks
 
-    def take(self) -> KeptBlocks | None:
+    def take(self) -> NixlHistory | None:
         """Return the blocks the first time, None from then on."""
         blocks, self._blocks = self._blocks, None
         return blocks
@@ -78,12 +77,12 @@ _params_decoder = msgspec.json.Decoder(_Params)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def is_plain_prompt(body: ParsedBody) -> bool:
+def is_plain_prompt(fields: Mapping[str, object]) -> bool:
     """Whether a body's prompt follows from its messages or text and their template alone."""
-    return _RESHAPING_FIELDS.isdisjoint(body.fields)
+    return _RESHAPING_FIELDS.isdisjoint(fields)
 
 
-def kept_blocks_in(answer: bytes) -> KeptBlocks | None:
+def history_in(answer: bytes) -> NixlHistory | None:
     """Return what a decode answer says is kept of its prompt; None where nothing can be used."""
     try:
         found = _answer_decoder.decode(answer)
@@ -101,7 +100,7 @@ def kept_blocks_in(answer: bytes) -> KeptBlocks | None:
         return None
     fields["remote_block_ids"] = _raw([block_ids[:num_blocks]])
     fields["remote_num_tokens"] = _raw(num_blocks * block_size_tokens)
-    return KeptBlocks(_raw(fields))
+    return NixlHistory(_raw(fields))
 
 
 def block_size(num_tokens: int, num_blocks: int) -> int | None:

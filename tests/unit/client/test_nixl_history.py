@@ -8,16 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.client.kept_blocks import (
+from kvferry.client.nixl_history import (
     MIN_BLOCKS,
     SEAM_TOKENS,
-    KeptBlocks,
-    KeptOnce,
+    NixlHistory,
+    ReadOnce,
     block_size,
+    history_in,
     is_plain_prompt,
-    kept_blocks_in,
 )
-from kvferry.router.parsing import parse_body
 
 
 def _answer(num_prompt_tokens: int, num_tokens: int, ids: object, **changed: object) -> bytes:
@@ -36,7 +35,7 @@ def _answer(num_prompt_tokens: int, num_tokens: int, ids: object, **changed: obj
 
 
 def _kept(answer: bytes) -> dict[str, Any] | None:
-    kept = kept_blocks_in(answer)
+    kept = history_in(answer)
     return None if kept is None else dict(json.loads(bytes(kept.params)))
 
 
@@ -74,7 +73,7 @@ def test_a_block_with_the_prompts_last_tokens_is_left_out() -> None:
     ],
 )
 def test_nothing_else_is_kept(answer: bytes) -> None:
-    assert kept_blocks_in(answer) is None
+    assert history_in(answer) is None
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -93,8 +92,8 @@ def test_the_block_size_of_a_long_prompt_is_known(size: int) -> None:
 
 
 def test_blocks_are_given_out_once() -> None:
-    blocks = KeptBlocks(msgspec.Raw(b"{}"))
-    once = KeptOnce(blocks)
+    blocks = NixlHistory(msgspec.Raw(b"{}"))
+    once = ReadOnce(blocks)
     assert [once.take(), once.take()] == [blocks, None]
 
 
@@ -107,4 +106,4 @@ def test_blocks_are_given_out_once() -> None:
     ],
 )
 def test_prompts_that_are_cut_or_added_to_are_told_apart(body: bytes, is_plain: bool) -> None:
-    assert is_plain_prompt(parse_body(body)) is is_plain
+    assert is_plain_prompt(json.loads(body)) is is_plain

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.doctor import http_client
-from kvferry.doctor.http_client import HttpClient
+from kvferry.client import http_client
+from kvferry.client.http_client import HttpClient
 from kvferry.errors import PeerUnreachableError
 
 SKEW_S = 3600.0
@@ -44,24 +44,24 @@ async def url() -> AsyncIterator[str]:
 @pytest.fixture
 async def client() -> AsyncIterator[HttpClient]:
     async with aiohttp.ClientSession() as session:
-        yield HttpClient(session, {})
+        yield HttpClient(session, 30)
 
 
 async def test_any_status_is_an_answer(url: str, client: HttpClient) -> None:
-    reply = await client.get(f"{url}/", 30)
+    reply = await client.ask(f"{url}/")
     assert (reply.status, reply.text, reply.clock_ahead_s) == (401, "who are you", None)
-    assert (await client.get(f"{url}/elsewhere", 30)).status == 302
+    assert (await client.ask(f"{url}/elsewhere")).status == 302
 
 
 async def test_the_servers_clock_is_told_by_its_date(url: str, client: HttpClient) -> None:
-    reply = await client.get(f"{url}/ahead", 30)
+    reply = await client.ask(f"{url}/ahead")
     assert reply.clock_ahead_s is not None
     assert abs(reply.clock_ahead_s - SKEW_S) <= 1 + reply.elapsed_s
 
 
 async def test_no_answer_in_time_is_said(url: str, client: HttpClient) -> None:
     with pytest.raises(PeerUnreachableError, match=r"no answer within 0\.2 s"):
-        await client.get(f"{url}/hangs", 0.2)
+        await client.ask(f"{url}/hangs", timeout_s=0.2)
 
 
 async def test_an_answer_that_is_too_large_is_not_read(
@@ -69,7 +69,7 @@ async def test_an_answer_that_is_too_large_is_not_read(
 ) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 999)
     with pytest.raises(PeerUnreachableError, match="more than 999 bytes"):
-        await client.get(f"{url}/large", 30)
+        await client.ask(f"{url}/large")
 
 
 async def test_nobody_there_is_said(client: HttpClient) -> None:
@@ -77,4 +77,4 @@ async def test_nobody_there_is_said(client: HttpClient) -> None:
         unheard.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(PeerUnreachableError, match="no connection"):
-            await client.get(address, 30)
+            await client.ask(address)
