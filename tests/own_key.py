@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.curve_keys import derive_curve_keys
@@ -23,12 +22,9 @@ def own_key() -> OwnKey:
     return key
 
 
-def prove_own_key(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> None:
+def prove_own_key(socket: zmq.Socket[Any]) -> None:
     """Have a socket reach control ports, before it connects."""
-    keys = derive_curve_keys(own_key().secret)
-    socket.curve_serverkey = keys.public
-    socket.curve_publickey = keys.public
-    socket.curve_secretkey = keys.secret
+    derive_curve_keys(own_key().secret).prove_to_server(socket)
 
 
 def signed_body(body: bytes) -> dict[str, str]:

@@ -6,6 +6,8 @@ imported before: another user may not be able to read where Python and the tests
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -18,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.main import run
-from kvferry.doctor.control_question import ask_control_port
+from kvferry.client.control_answer import ControlEnd
+from kvferry.client.control_port import ControlPorts
 from kvferry.protocol.user_key import load_user_key
 
 UID = 65534
@@ -28,7 +31,6 @@ _IMPORTED_LATER = (
     "concurrent.futures.thread",
     "encodings.idna",
     "kvferry.cli.router",
-    "kvferry.client.control_port",
     "kvferry.router.service",
     "uvloop",
 )
@@ -78,6 +80,11 @@ def num_opened(pid: int) -> int:
     return count
 
 
+async def control_end(address: str, key: bytes | None) -> ControlEnd:
+    with contextlib.closing(ControlPorts(key)) as ports:
+        return (await ports.find_out(address, WAIT_S)).end
+
+
 def attempts(told: Json) -> Json:
     """Try everything that ``told`` names."""
     url, address = told["url"], told["control_address"]
@@ -87,8 +94,8 @@ def attempts(told: Json) -> Json:
         "uid": os.getuid(),
         "key": outcome_of(lambda: Path(told["key_file"]).read_text()),
         "folder": outcome_of(lambda: os.listdir(Path(told["key_file"]).parent)),
-        "without a key": ask_control_port(address, None, WAIT_S).end,
-        "with its own key": ask_control_port(address, own.secret, WAIT_S).end,
+        "without a key": asyncio.run(control_end(address, None)),
+        "with its own key": asyncio.run(control_end(address, own.secret)),
         "memory": outcome_of(lambda: Path(f"/proc/{told['pid']}/mem").open("rb")),
         "descriptors": num_opened(told["pid"]),
         "leg": ask(f"{url}/v1/completions", "POST", told["leg"]),

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.doctor.facts import ControlEnd
+from kvferry.client.control_answer import ControlEnd
 from kvferry.protocol.user_key import FOLDER_VARIABLE, user_key_path
 from kvferry.vllm_plugin.order_link import OrderServer
 from kvferry.vllm_plugin.orders import Answer

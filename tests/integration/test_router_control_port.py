@@ -8,10 +8,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.errors import PeerUnreachableError, RemoteProtocolError
-from kvferry.protocol.messages import Released
 from kvferry.client.control_port import ControlPorts
 from kvferry.client.engine_kinds import EngineKind
+from kvferry.errors import PeerUnreachableError, RemoteProtocolError
+from kvferry.protocol.messages import Released
 from kvferry.router.engines import EngineConfig
 from kvferry.router.fleet import Health
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port

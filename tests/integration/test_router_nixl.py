@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.router.config import OnPrefillFailure
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
+from kvferry.router.config import OnPrefillFailure
 from kvferry.router.engines import EngineConfig
 from tests.integration.fake_nixl import EVENTS, NUM_KEPT_BLOCKS, FakeNixl, NixlWorld, nixl_world
 

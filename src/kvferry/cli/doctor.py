@@ -98,16 +98,17 @@ def doctor(
         --control http://p:8001=tcp://p:7001 --control http://d:8002=tcp://d:7002
     """
     from kvferry.cli.deployment import run_to_end
+    from kvferry.doctor.deployment_checks import findings_of
     from kvferry.doctor.examination import Assignment, examine
-    from kvferry.doctor.finding import Result
-    from kvferry.doctor.findings import findings_of, worst
-    from kvferry.doctor.handoffs import HandoffPlan
-    from kvferry.doctor.report import (
+    from kvferry.doctor.finding import (
+        Result,
         format_findings,
         format_instances,
         format_summary,
         record_of,
+        worst,
     )
+    from kvferry.doctor.handoffs import HandoffPlan
 
     addresses = tuple(dict.fromkeys(map(_base_url, urls)))
     control_addresses = dict(map(_control, controls))

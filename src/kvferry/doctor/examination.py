@@ -1,33 +1,39 @@
 """Asks a deployment everything, in a bounded time, and returns the facts.
 
 Owns the order: routers first, since they name instances; then all instances at once; then handoffs,
-one pair at a time so that none disturbs another.
+one pair at a time so that none disturbs another. This host's settings are looked at beside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import resource
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import aiohttp
 
-from kvferry.doctor.control_question import ask_control_port
+from kvferry.client.control_port import ControlPorts
+from kvferry.client.http_client import HttpClient
 from kvferry.doctor.facts import (
-    ControlFacts,
+    LOOPBACK,
     DeploymentFacts,
+    HostFacts,
     InstanceFacts,
-    PairFacts,
     RouterFacts,
+    host_of,
 )
 from kvferry.doctor.handoffs import HandoffPlan, HandoffProbe
-from kvferry.doctor.host import host_facts, is_this_host
-from kvferry.doctor.http_client import HttpClient
-from kvferry.doctor.http_questions import HttpQuestions
+from kvferry.doctor.questions import Questions
 from kvferry.errors import ConfigError, PeerUnreachableError
 
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_LOOK_UP_S = 2.0
 Say = Callable[[str], None]
 
 
@@ -55,46 +61,48 @@ async def examine(assignment: Assignment, rng: random.Random, say: Say) -> Deplo
     Raises ``ConfigError`` for a control address whose URL is not among the instances.
     """
     headers = {"Authorization": f"Bearer {assignment.api_key}"} if assignment.api_key else {}
-    async with aiohttp.ClientSession() as session:
-        client = HttpClient(session, headers)
-        questions = HttpQuestions(client, assignment.timeout_s)
-        say("asking who is there")
-        routers = await _routers(questions, assignment.urls)
-        targets = _targets(assignment, routers)
-        facts = DeploymentFacts(
-            instances=await _instances(questions, targets, assignment),
-            routers=tuple(routers.values()),
-            are_transfers_wanted=assignment.handoffs is not None,
-            has_cluster_key=assignment.cluster_key is not None,
-        )
-        if any(await asyncio.gather(*(is_this_host(item.url) for item in facts.instances))):
-            facts = replace(facts, host=host_facts())
-        if assignment.handoffs is None:
-            return facts
-        probe = HandoffProbe(client, questions, assignment.handoffs, assignment.cluster_key, rng)
-        return await _with_handoffs(facts, probe, assignment.max_pairs, say)
+    with contextlib.closing(ControlPorts(assignment.cluster_key)) as ports:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            questions = Questions(HttpClient(session, assignment.timeout_s), ports)
+            say("asking who is there")
+            found = await asyncio.gather(*(_router(questions, url) for url in assignment.urls))
+            routers = tuple(router for router in found if router is not None)
+            targets = _targets(assignment, routers)
+            instances = await asyncio.gather(
+                *(_instance(questions, url, address) for url, address in targets.items())
+            )
+            facts = DeploymentFacts(
+                instances=tuple(
+                    replace(item, is_control_given=item.url in assignment.control_addresses)
+                    for item in instances
+                ),
+                routers=routers,
+                are_transfers_wanted=assignment.handoffs is not None,
+                has_cluster_key=assignment.cluster_key is not None,
+            )
+            if any(await asyncio.gather(*(is_this_host(item.url) for item in facts.instances))):
+                facts = replace(facts, host=host_facts())
+            if assignment.handoffs is None:
+                return facts
+            probe = HandoffProbe(questions, assignment.handoffs, assignment.cluster_key, rng)
+            return await _with_handoffs(facts, probe, assignment.max_pairs, say)
 
 
-async def _routers(questions: HttpQuestions, urls: Sequence[str]) -> dict[str, RouterFacts]:
-    async def ask(url: str) -> RouterFacts | None:
-        try:
-            return await questions.router(url)
-        except PeerUnreachableError:
-            return None  # Said when it is asked as an instance.
-
-    found = zip(urls, await asyncio.gather(*map(ask, urls)), strict=True)
-    return {url: router for url, router in found if router is not None}
+async def _router(questions: Questions, url: str) -> RouterFacts | None:
+    try:
+        return await questions.router(url)
+    except PeerUnreachableError:
+        return None  # Said when it is asked as an instance.
 
 
-def _targets(assignment: Assignment, routers: Mapping[str, RouterFacts]) -> dict[str, str | None]:
+def _targets(assignment: Assignment, routers: tuple[RouterFacts, ...]) -> dict[str, str | None]:
     """Return the instances' URLs, each once, with the control address where one is known."""
-    targets: dict[str, str | None] = {}
-    for url in assignment.urls:
-        if url not in routers:
-            targets[url] = None
-    for router in routers.values():
-        for item in router.fleet:
-            targets[item.url] = targets.get(item.url) or item.control_address or None
+    router_urls = {router.url for router in routers}
+    targets: dict[str, str | None] = {
+        url: None for url in assignment.urls if url not in router_urls
+    }
+    for item in itertools.chain.from_iterable(router.fleet for router in routers):
+        targets[item.url] = targets.get(item.url) or item.control_address or None
     for url, address in assignment.control_addresses.items():
         if url not in targets:
             known = ", ".join(targets) or "none"
@@ -103,34 +111,18 @@ def _targets(assignment: Assignment, routers: Mapping[str, RouterFacts]) -> dict
     return targets
 
 
-async def _instances(
-    questions: HttpQuestions, targets: Mapping[str, str | None], assignment: Assignment
-) -> tuple[InstanceFacts, ...]:
-    found = await asyncio.gather(
-        *(_instance(questions, url, address, assignment) for url, address in targets.items())
-    )
-    return tuple(found)
-
-
-async def _instance(
-    questions: HttpQuestions, url: str, address: str | None, assignment: Assignment
-) -> InstanceFacts:
-    async def ask(asked: str) -> ControlFacts:
-        return await asyncio.to_thread(
-            ask_control_port, asked, assignment.cluster_key, assignment.timeout_s
-        )
-
+async def _instance(questions: Questions, url: str, address: str | None) -> InstanceFacts:
+    """Return what an instance says, over HTTP and where it can be asked at control ports."""
     http = await questions.instance(url)
+    facts = InstanceFacts(url=url, http=http)
     if address is None and http.info is not None:
         address = http.info.control_address
-    is_given = url in assignment.control_addresses
-    facts = InstanceFacts(url=url, http=http, is_control_given=is_given)
     if address is None:
         return facts
-    facts = replace(facts, control=await ask(address))
+    facts = replace(facts, control=await questions.control(address))
     advertised = None if facts.info is None else facts.info.control_address
     if advertised is not None and advertised != address:
-        facts = replace(facts, advertised=await ask(advertised))
+        facts = replace(facts, advertised=await questions.control(advertised))
     return facts
 
 
@@ -138,14 +130,12 @@ async def _with_handoffs(
     facts: DeploymentFacts, probe: HandoffProbe, max_pairs: int, say: Say
 ) -> DeploymentFacts:
     directions = list(fitting_directions(facts))
-    pairs: list[PairFacts] = []
-    for number, (source, target) in enumerate(directions[:max_pairs], start=1):
-        say(
-            f"handing over from {source.name} to {target.name} "
-            f"({number} of {min(max_pairs, len(directions))})"
-        )
+    tried = directions[:max_pairs]
+    pairs = []
+    for number, (source, target) in enumerate(tried, start=1):
+        say(f"handing over from {source.name} to {target.name} ({number} of {len(tried)})")
         pairs.append(await probe.measure(source, target))
-    num_left_out = max(0, len(directions) - max_pairs)
+    num_left_out = len(directions) - len(tried)
     return replace(facts, pairs=tuple(pairs), num_pairs_left_out=num_left_out)
 
 
@@ -175,7 +165,46 @@ def _fit(first: InstanceFacts, second: InstanceFacts) -> bool:
         and other is not None
         and one.epoch != other.epoch
         and one.transport == other.transport
-        and one.layout.compared_fields() == other.layout.compared_fields()
+        and not one.layout.differing_fields(other.layout)
         and not (one.compatibility and one.compatibility.differing_fields(other.compatibility))
         and all(not item.http.error and item.http.model for item in (first, second))
     )
+
+
+# -- this host --------------------------------------------------------------------------------
+
+
+def host_facts(ptrace_scope_file: Path = _PTRACE_SCOPE) -> HostFacts:
+    """Return those of this host's settings that KV transfers depend on."""
+    try:
+        ptrace_scope = int(ptrace_scope_file.read_text())
+    except (OSError, ValueError):
+        ptrace_scope = None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return HostFacts(
+        ptrace_scope=ptrace_scope,
+        locked_memory_bytes=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+async def is_this_host(url: str) -> bool:
+    """Whether the host in ``url`` is this one: one of its addresses can be bound here."""
+    host = host_of(url)
+    if host == LOOPBACK:
+        return True
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_LOOK_UP_S):
+            found = await loop.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except (OSError, TimeoutError):
+        return False
+    return any(_can_bind(family, address[0]) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: str | int) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -5,10 +5,10 @@ Owns the types only. Durations in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvferry.client.control_answer import ControlAnswer
 from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
@@ -16,38 +16,6 @@ from kvferry.protocol.user_key import UserKeyFile
 
 LOOPBACK = "loopback"
 """The one name of every loopback address: there they all mean the same host."""
-
-
-class ControlEnd(enum.StrEnum):
-    """How asking a control port ended."""
-
-    ANSWERED = "answered"
-    NOBODY = "nobody"
-    """No connection: nobody listens, or a firewall drops it."""
-    KEY_REFUSED = "key_refused"
-    """The handshake failed with our cluster key."""
-    KEY_WANTED = "key_wanted"
-    """The handshake failed, and we gave no cluster key."""
-    SILENT = "silent"
-    """There is a connection, and no answer came in time."""
-    NOT_UNDERSTOOD = "not_understood"
-    """The answer is of an unsupported version, or is no answer of kvferry's."""
-    OTHER_PROGRAM = "other_program"
-    """What listens there does not speak ZeroMQ's protocol: it is no control port at all."""
-    BAD_ADDRESS = "bad_address"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlFacts:
-    """What one control port answered. ``detail`` is for people."""
-
-    address: str
-    end: ControlEnd
-    detail: str = ""
-    round_trip_s: float | None = None
-    """From sending the question to its answer, connecting not included."""
-    protocol_version: int | None = None
-    info: InstanceInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +68,8 @@ class InstanceFacts:
 
     url: str
     http: HttpFacts
-    control: ControlFacts | None = None
-    advertised: ControlFacts | None = None
+    control: ControlAnswer | None = None
+    advertised: ControlAnswer | None = None
     is_control_given: bool = False
     """The doctor's user named the control address, by ``--control``."""
 
@@ -121,6 +89,16 @@ class InstanceFacts:
     def host(self) -> str:
         """The host in its URL."""
         return host_of(self.url)
+
+    def is_another(self, peer: PeerAddress | None) -> bool:
+        """Whether ``peer``, who answered at this URL, is not who the control port says.
+
+        kvferry's own instances say over HTTP who they are, and are compared by that.
+        """
+        info = self.info
+        if peer is None or info is None or self.http.info is not None:
+            return False
+        return (info.instance_id, info.epoch) != (peer.instance_id, peer.epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +195,15 @@ class DeploymentFacts:
         found = (item for router in self.routers for item in router.fleet if item.url == url)
         return next(found, None)
 
+    def others_there(self) -> dict[str, PeerAddress]:
+        """Return who answered at each URL whose instance is another than its control port's."""
+        return {
+            pair.source_url: pair.answered_by
+            for pair in self.pairs
+            if pair.answered_by is not None
+            and self.instance(pair.source_url).is_another(pair.answered_by)
+        }
+
 
 def host_of(address: str) -> str:
     """Return the host of a URL or endpoint, the same for all loopback addresses."""
@@ -225,3 +212,9 @@ def host_of(address: str) -> str:
     except ValueError:
         return ""
     return LOOPBACK if is_loopback(host) else host
+
+
+def short_name(model_name: str) -> str:
+    """Return a model's name, of a path its last part."""
+    is_path = model_name.startswith(("/", "."))
+    return model_name.rstrip("/").rpartition("/")[2] if is_path else model_name

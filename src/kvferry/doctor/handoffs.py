@@ -14,19 +14,17 @@ import random
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from kvferry.doctor.control_checks import is_another
-from kvferry.doctor.facts import ControlEnd, HandoffSample, InstanceFacts, PairFacts
-from kvferry.doctor.http_client import HttpClient
-from kvferry.doctor.http_questions import HttpQuestions
-from kvferry.doctor.offer_release import HeldOffer, release_offer
-from kvferry.doctor.transfer_checks import CLIENT_NOISE_S, seems_slow
+from kvferry.client.dialects import Json, KvferryDialect
+from kvferry.client.http_client import Reply
+from kvferry.doctor.facts import HandoffSample, InstanceFacts, PairFacts
+from kvferry.doctor.handoff_checks import CLIENT_NOISE_S, seems_slow
+from kvferry.doctor.questions import Questions
 from kvferry.errors import FerryError, MeasurementError, PeerUnreachableError
-from kvferry.protocol.ids import TransferId, new_transfer_id
-from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role, emit_params
+from kvferry.protocol.ids import InstanceId, TransferId, new_transfer_id
+from kvferry.protocol.params import REPORT_FIELD, Mode, PeerAddress
 from kvferry.protocol.signing import signature_headers
 
 RECEIVED = "received"
@@ -42,7 +40,9 @@ _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 3, 250
 """Ids that any vocabulary has."""
 _COUNT_WAIT_S = 3.0
 _COUNT_INTERVAL_S = 0.1
-_Json = dict[str, Any]  # Answers of engines; what is used of them is checked.
+_DOCTOR = InstanceId("kvferry-doctor")
+_LEGS = KvferryDialect()
+"""FerryConnector is asked alike: nothing is in these bodies that vLLM does not know."""
 
 
 class HandoffFailedError(MeasurementError):
@@ -52,10 +52,6 @@ class HandoffFailedError(MeasurementError):
         super().__init__(message)
         self.outcome = outcome
         self.remedy = remedy
-
-
-class _AnotherAnsweredError(MeasurementError):
-    """The source's URL is another instance's than its control port: no result would be its."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +92,8 @@ def lengths_of(plan: HandoffPlan, source: InstanceFacts, target: InstanceFacts) 
 
 @dataclass(slots=True)
 class _Pair:
+    """One direction, and what was found out of it so far."""
+
     source: InstanceFacts
     target: InstanceFacts
     short: list[HandoffSample] = field(default_factory=list)
@@ -107,15 +105,16 @@ class _Pair:
         """Whether the target's answers say what was moved."""
         return self.target.http.info is not None
 
-    def facts(self, error: HandoffFailedError | None = None, outcome: str = "") -> PairFacts:
+    def facts(self, error: FerryError | None = None, outcome: str = "") -> PairFacts:
+        told = error if isinstance(error, HandoffFailedError) else HandoffFailedError("")
         return PairFacts(
             source_url=self.source.url,
             target_url=self.target.url,
             short=tuple(self.short),
             long=tuple(self.long),
-            outcome=outcome or (error.outcome if error else ""),
-            error=str(error) if error else "",
-            remedy=error.remedy if error else "",
+            outcome=outcome or told.outcome,
+            error=str(error or ""),
+            remedy=told.remedy,
             answered_by=self.answered_by,
         )
 
@@ -125,13 +124,11 @@ class HandoffProbe:
 
     def __init__(
         self,
-        client: HttpClient,
-        questions: HttpQuestions,
+        questions: Questions,
         plan: HandoffPlan,
         cluster_key: bytes | None,
         rng: random.Random,
     ) -> None:
-        self._client = client
         self._questions = questions
         self._plan = plan
         self._cluster_key = cluster_key
@@ -147,21 +144,17 @@ class HandoffProbe:
                     "the pools or the model's length are too small for a prompt to move",
                     remedy="give the instances more KV memory",
                 )
-            outcome = await self._sample(pair, lengths)
-        except _AnotherAnsweredError:
-            return pair.facts()
-        except HandoffFailedError as error:
-            return pair.facts(error)
+            return pair.facts(outcome=await self._sample(pair, lengths))
         except FerryError as error:
-            return pair.facts(HandoffFailedError(str(error)))
-        return pair.facts(outcome=outcome)
+            return pair.facts(error)
 
     async def _sample(self, pair: _Pair, lengths: Lengths) -> str:
         """Hand over as planned; return the outcome of a receive that failed, if one did."""
-        before = {} if pair.is_reported else await self._questions.receives(pair.target.url)
+        target = pair.target
+        before = {} if pair.is_reported else await self._questions.pulls(target.url)
         await self._hand_over(pair, lengths.short)
         if not pair.is_reported:
-            await self._require_counted(pair, before)
+            await self._require_counted(target, before)
         for _ in range(self._plan.repeats):
             pair.short += await self._hand_over(pair, lengths.short)
             pair.long += await self._hand_over(pair, lengths.long)
@@ -171,51 +164,56 @@ class HandoffProbe:
                 remedy="lower its recompute threshold, or try with more --tokens",
             )
         for _ in range(MAX_FURTHER_SAMPLES):
-            if not seems_slow(pair.facts(), pair.source, pair.target):
+            if not seems_slow(pair.facts(), pair.source, target):
                 break
             pair.long += await self._hand_over(pair, lengths.long)
-        return "" if pair.is_reported else await self._failed_outcome(pair, before)
+        return "" if pair.is_reported else _failed(await self._outcomes(target, before))
 
     async def _hand_over(self, pair: _Pair, num_tokens: int) -> list[HandoffSample]:
         """Hand one prompt over; return nothing where the target preferred to compute it."""
-        rng = self._rng
-        prompt = [rng.randint(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(num_tokens)]
-        body: _Json = {
-            "prompt": prompt,
+        draw = self._rng.randint
+        body: Json = {
+            "prompt": [draw(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(num_tokens)],
             "max_tokens": _MAX_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "cache_salt": secrets.token_hex(16),
         }
-        answer, took_s = await self._both_legs(pair, body)
+        answer = await self._both_legs(pair, body)
         if pair.is_reported:
             return _reported(answer, num_tokens)
         # As a handoff again, since a request of its own would be retained as a conversation.
-        _, again_s = await self._both_legs(pair, body)
-        return [_timed(pair.target, num_tokens, took_s, again_s)]
+        again = await self._both_legs(pair, body)
+        return [_timed(pair.target, num_tokens, answer.elapsed_s - again.elapsed_s)]
 
-    async def _both_legs(self, pair: _Pair, body: _Json) -> tuple[_Json, float]:
-        """Return decode's answer, and how long that leg took."""
+    async def _both_legs(self, pair: _Pair, body: Json) -> Reply:
+        """Return decode's answer."""
         transfer_id = new_transfer_id()
         offered = await self._prefill(pair.source, body, transfer_id)
-        pair.answered_by = holder = _holder_of(offered)
+        pair.answered_by = holder = _LEGS.peer_in(offered)
         try:
-            if is_another(pair.source, holder):
-                raise _AnotherAnsweredError(f"{pair.source.url} is another instance")
-            answer, took_s = await self._decode(pair, body, transfer_id, offered)
+            if pair.source.is_another(holder):
+                raise HandoffFailedError("")  # No result would be the source's: said of its port.
+            # Nothing of it is worth keeping for a next turn.
+            fields = _LEGS.decode_fields(body, offered, retention_s=0)
+            if pair.is_reported:
+                fields[REPORT_FIELD] = True
+            answer = await self._complete(pair.target, fields, transfer_id)
             if pair.is_reported:
                 _require_received(answer)
         except FerryError:
             await self._withdraw(pair.source, transfer_id, holder)
             raise
-        return answer, took_s
+        return answer
 
-    async def _prefill(self, source: InstanceFacts, body: _Json, transfer_id: TransferId) -> _Json:
-        params = KvTransferParams(transfer_id=transfer_id, role=Role.PREFILL)
-        fields = {**emit_params(params), "mode": Mode.PULL.value}
-        answer, _ = await self._complete(source, body, fields, transfer_id)
-        offered = answer.get("kv_transfer_params")
-        if isinstance(offered, dict):
+    async def _prefill(
+        self, source: InstanceFacts, body: Json, transfer_id: TransferId
+    ) -> msgspec.Raw:
+        """Return what prefill offers. Raises ``HandoffFailedError`` if it offers nothing."""
+        fields = _LEGS.prefill_fields(body, transfer_id, Mode.PULL)
+        answer = await self._complete(source, fields, transfer_id)
+        offered = _LEGS.offered_params(answer.body)
+        if offered is not None:
             return offered
         if source.http.info is None:
             remedy = "look whether the server runs FerryConnector with kv_role kv_both"
@@ -229,35 +227,22 @@ class HandoffProbe:
             f"{source.name} ignored the transfer parameters of a prefill leg", remedy=remedy
         )
 
-    async def _decode(
-        self, pair: _Pair, body: _Json, transfer_id: TransferId, offered: _Json
-    ) -> tuple[_Json, float]:
-        # Nothing of it is worth keeping for a next turn.
-        fields = {**offered, "retention_s": 0}
-        extra = {"kv_report": True} if pair.is_reported else {}
-        return await self._complete(pair.target, {**body, **extra}, fields, transfer_id)
-
-    async def _complete(
-        self, at: InstanceFacts, body: _Json, params: _Json, transfer_id: TransferId
-    ) -> tuple[_Json, float]:
-        """Return an answer and how long it took."""
-        fields = {**body, "model": at.http.model, "kv_transfer_params": params}
-        encoded = msgspec.json.encode(fields)
+    async def _complete(self, at: InstanceFacts, fields: Json, transfer_id: TransferId) -> Reply:
+        """Return the answer to one leg. Raises ``HandoffFailedError`` unless it is a success."""
+        encoded = msgspec.json.encode({**fields, "model": at.http.model})
         try:
-            reply = await self._client.post(
+            reply = await self._questions.http.ask(
                 f"{at.url}/v1/completions",
-                encoded,
-                self._plan.timeout_s,
-                self._signature(encoded, transfer_id),
+                method="POST",
+                body=encoded,
+                headers=self._signature(encoded, transfer_id),
+                timeout_s=self._plan.timeout_s,
             )
         except PeerUnreachableError as error:
             raise HandoffFailedError(f"{at.name}: {error}") from error
         if reply.status != 200:
             raise HandoffFailedError(f"{at.name} answered {reply.status}: {reply.text}")
-        try:
-            return msgspec.json.decode(reply.body, type=_Json), reply.elapsed_s
-        except msgspec.MsgspecError as error:
-            raise HandoffFailedError(f"{at.name} answered no JSON object: {error}") from error
+        return reply
 
     def _signature(self, body: bytes, transfer_id: TransferId) -> dict[str, str]:
         return signature_headers(self._cluster_key, body, transfer_id, time.time())
@@ -266,46 +251,47 @@ class HandoffProbe:
         self, source: InstanceFacts, transfer_id: TransferId, holder: PeerAddress | None
     ) -> None:
         """Have what the source holds dropped at once; otherwise its lease would end it."""
-        timeout_s = self._questions.timeout_s
         if source.http.info is not None:
             with contextlib.suppress(PeerUnreachableError):
-                await self._client.delete(
+                await self._questions.http.ask(
                     f"{source.url}/kvferry/transfers/{transfer_id}",
-                    timeout_s,
-                    self._signature(b"", transfer_id),
+                    method="DELETE",
+                    headers=self._signature(b"", transfer_id),
                 )
         elif holder is not None:
-            offer = _held_by(source, holder, transfer_id)
-            await asyncio.to_thread(release_offer, offer, self._cluster_key, timeout_s)
+            num_ranks, control = 1, source.control
+            if control is not None and control.info is not None:
+                num_ranks = control.info.layout.tensor_parallel_size
+                if control.info.epoch == holder.epoch:
+                    # Where the doctor has had an answer: the other may be for peers only.
+                    holder = PeerAddress(holder.instance_id, holder.epoch, control.address)
+            holders = [holder.of_rank(rank) for rank in range(num_ranks)]
+            limit_s = self._questions.http.timeout_s
+            await self._questions.ports.cancel(_DOCTOR, transfer_id, holders, limit_s)
 
-    async def _require_counted(self, pair: _Pair, before: dict[str, float]) -> None:
+    async def _require_counted(self, target: InstanceFacts, before: dict[str, float]) -> None:
         """Raise ``HandoffFailedError`` unless the target counts a receive that went well."""
         deadline_s = time.monotonic() + _COUNT_WAIT_S
-        counts: dict[str, float] = {}
-        while not counts and time.monotonic() < deadline_s:
-            counts = _since(before, await self._questions.receives(pair.target.url))
-            if not counts:
-                await asyncio.sleep(_COUNT_INTERVAL_S)
-        if not counts:
-            raise HandoffFailedError(
-                f"{pair.target.name} counts no receive in its metrics",
-                remedy="look whether it runs FerryConnector, and at its recompute threshold",
-            )
-        failed = next((outcome for outcome in counts if outcome != RECEIVED), "")
+        while not (counts := await self._outcomes(target, before)):
+            if time.monotonic() > deadline_s:
+                raise HandoffFailedError(
+                    f"{target.name} counts no receive in its metrics",
+                    remedy="look whether it runs FerryConnector, and at its recompute threshold",
+                )
+            await asyncio.sleep(_COUNT_INTERVAL_S)
+        failed = _failed(counts)
         if failed:
             raise HandoffFailedError(f"the blocks did not come: {failed}", outcome=failed)
 
-    async def _failed_outcome(self, pair: _Pair, before: dict[str, float]) -> str:
-        counts = _since(before, await self._questions.receives(pair.target.url))
-        return next((outcome for outcome in counts if outcome != RECEIVED), "")
+    async def _outcomes(self, target: InstanceFacts, before: dict[str, float]) -> list[str]:
+        """Return the outcomes of which the target counts more than before."""
+        counts = await self._questions.pulls(target.url)
+        return [outcome for outcome, count in counts.items() if count > before.get(outcome, 0)]
 
 
-def _since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {
-        outcome: count - before.get(outcome, 0)
-        for outcome, count in after.items()
-        if count > before.get(outcome, 0)
-    }
+def _failed(outcomes: list[str]) -> str:
+    """Return the first outcome that is a failure, empty if there is none."""
+    return next((outcome for outcome in outcomes if outcome != RECEIVED), "")
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -317,38 +303,25 @@ class _Report(msgspec.Struct, frozen=True):
     receive_outcome: str = ""
 
 
-def _holder_of(offered: _Json) -> PeerAddress | None:
+class _Answer(msgspec.Struct, frozen=True):
+    kv_report: _Report
+
+
+def _report_in(answer: Reply) -> _Report:
     try:
-        return msgspec.convert(offered.get("peer"), PeerAddress)
-    except msgspec.ValidationError:
-        return None
-
-
-def _held_by(source: InstanceFacts, holder: PeerAddress, transfer_id: TransferId) -> HeldOffer:
-    """Return the offer with the holder at the address that has answered the doctor, if it is it."""
-    control, num_ranks = source.control, 1
-    if control is not None and control.info is not None and control.end is ControlEnd.ANSWERED:
-        num_ranks = control.info.layout.tensor_parallel_size
-        if control.info.epoch == holder.epoch:
-            holder = PeerAddress(holder.instance_id, holder.epoch, control.address)
-    return HeldOffer(holder, num_ranks, transfer_id)
-
-
-def _report_in(answer: _Json) -> _Report:
-    try:
-        return msgspec.convert(answer.get("kv_report"), _Report)
-    except msgspec.ValidationError as error:
+        return msgspec.json.decode(answer.body, type=_Answer).kv_report
+    except msgspec.MsgspecError as error:
         raise HandoffFailedError(f"the answer has no usable kv_report: {error}") from error
 
 
-def _require_received(answer: _Json) -> None:
+def _require_received(answer: Reply) -> None:
     """Raise ``HandoffFailedError`` if a receive was tried and failed."""
     outcome = _report_in(answer).receive_outcome
     if outcome not in ("", RECEIVED):
         raise HandoffFailedError(f"the blocks did not come: {outcome}", outcome=outcome)
 
 
-def _reported(answer: _Json, num_tokens: int) -> list[HandoffSample]:
+def _reported(answer: Reply, num_tokens: int) -> list[HandoffSample]:
     report = _report_in(answer)
     if not report.num_received_bytes or report.kv_ready_s is None:
         return []
@@ -362,12 +335,12 @@ def _reported(answer: _Json, num_tokens: int) -> list[HandoffSample]:
     ]
 
 
-def _timed(target: InstanceFacts, num_tokens: int, took_s: float, again_s: float) -> HandoffSample:
+def _timed(target: InstanceFacts, num_tokens: int, longer_s: float) -> HandoffSample:
     assert target.info is not None
     layout = target.info.layout
     return HandoffSample(
         num_tokens=num_tokens,
         num_bytes=-(-num_tokens // layout.block_size_tokens) * layout.block_bytes,
-        moved_s=max(CLIENT_NOISE_S, took_s - again_s),
+        moved_s=max(CLIENT_NOISE_S, longer_s),
         is_reported=False,
     )

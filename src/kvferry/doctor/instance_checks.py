@@ -8,16 +8,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from kvferry.doctor.compatibility_checks import receives_finding
-from kvferry.doctor.control_checks import answers_in, control_finding, how_it_ended, no_control
-from kvferry.doctor.facts import LOOPBACK, ControlEnd, InstanceFacts, RoutedInstance, host_of
+from kvferry.client.control_answer import ControlAnswer, ControlEnd
+from kvferry.doctor.facts import LOOPBACK, InstanceFacts, RoutedInstance, host_of
 from kvferry.doctor.finding import Check, Finding
+from kvferry.protocol.compatibility import REMEDIES
+from kvferry.protocol.messages import InstanceInfo
 
 CAPABILITIES = ("pull", "push", "history")
-_MEANING = {"pull": "handoffs by pull", "push": "handoffs by push", "history": "read-backs"}
 MIN_FREE_SHARE = 0.1
 MAX_QUARANTINED_SHARE = 0.05
+_MEANING = {"pull": "handoffs by pull", "push": "handoffs by push", "history": "read-backs"}
 _WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
+_MISMATCH = "mismatch"
+_CONTROL_OPTION = "--control"
+_KEY_ENDS = (ControlEnd.KEY_REFUSED, ControlEnd.KEY_WANTED)
+_ENDS = {
+    ControlEnd.ANSWERED: ("answers", ""),
+    ControlEnd.NOBODY: (
+        "cannot be connected to",
+        "start the instance, or correct the address or the firewall: peers need this port as much "
+        "as the doctor",
+    ),
+    ControlEnd.KEY_REFUSED: (
+        "does not accept the cluster key",
+        "give --cluster-key-file (or KVFERRY_CLUSTER_KEY) the instance's cluster key, or, if it is "
+        "another user's without one, a copy of the key that its log names; give --no-user-key if "
+        "it has none, or correct the port if it is another program's",
+    ),
+    ControlEnd.KEY_WANTED: (
+        "does not accept a connection without a cluster key",
+        "give the instance's cluster key by --cluster-key-file or KVFERRY_CLUSTER_KEY, or, if it "
+        "is another user's without one, a copy of the key that its log names, or correct the port "
+        "if it is another program's",
+    ),
+    ControlEnd.SILENT: (
+        "accepts a connection and does not answer",
+        "look whether the process hangs or is stopped, and whether the port is a kvferry control "
+        "port of a version from this one's last",
+    ),
+    ControlEnd.NOT_UNDERSTOOD: (
+        "answers something else than an instance does",
+        "correct the port if it is another program's, or run the same kvferry version here and "
+        "there",
+    ),
+    ControlEnd.OTHER_PROGRAM: ("is another program's port, no control port of kvferry's", ""),
+    ControlEnd.BAD_ADDRESS: (
+        "is no control address",
+        "write it as tcp://HOST:PORT, an IPv6 host in brackets",
+    ),
+}
+"""What became of asking a control port, with its address as the subject; and what to do."""
 
 
 def instance_findings(
@@ -36,17 +76,15 @@ def instance_findings(
         )
     if instance.control is None:
         if not instance.http.error and not instance.http.info_error:
-            yield no_control(instance, routed)
+            yield _no_control(instance, routed)
         return
-    yield control_finding(instance, instance.control, routed)
+    yield _control(instance, instance.control, routed)
     if instance.info is None:
         return
-    advertised = _advertised(instance, are_hosts_mixed=are_hosts_mixed)
-    if advertised is not None:
-        yield advertised
-    yield _capabilities(instance)
-    yield from receives_finding(instance)
-    yield from _pool(instance)
+    yield from _advertised(instance, instance.control, instance.info, are_mixed=are_hosts_mixed)
+    yield _capabilities(instance.info)
+    yield from _receives(instance.info)
+    yield from _pool(instance, instance.info)
 
 
 def _http(instance: InstanceFacts) -> Finding:
@@ -64,65 +102,128 @@ def _http(instance: InstanceFacts) -> Finding:
             "give --api-key if the instance asks for one: without the model's name no handoff can "
             "be tried",
         )
-    return check.ok(f"{instance.url} is healthy and {answers_in(http.round_trip_s)}")
+    return check.ok(f"{instance.url} is healthy and {_answers_in(http.round_trip_s)}")
 
 
-def _advertised(instance: InstanceFacts, *, are_hosts_mixed: bool) -> Finding | None:
-    assert instance.info is not None
-    assert instance.control is not None
-    check, address = Check("advertised address", instance.name), instance.info.control_address
-    if urlsplit(address).hostname in _WILDCARDS:
+# -- control port -----------------------------------------------------------------------------
+
+
+def _no_control(instance: InstanceFacts, routed: RoutedInstance | None) -> Finding:
+    """Return the finding that no control port is known, and so none was asked."""
+    unknown = f"{instance.http.engine or 'the server'} does not say over HTTP who it is, and"
+    has_asked = routed is not None and not routed.is_identified and bool(routed.detail)
+    if has_asked:
+        unknown += " the router got no answer at its control port"
+    else:
+        unknown += " no control port was given"
+    return Check("control port", instance.name).warning(
+        f"{unknown}: nothing of its KV can be checked",
+        f"add --control {instance.url}=tcp://HOST:PORT with the control_port of its "
+        f"kv_connector_extra_config{', so that the doctor finds out why' if has_asked else ''}",
+    )
+
+
+def _control(
+    instance: InstanceFacts, control: ControlAnswer, routed: RoutedInstance | None
+) -> Finding:
+    """Return how asking the instance's control port came out."""
+    check, option = Check("control port", instance.name), control_option(instance, routed)
+    if control.end is not ControlEnd.ANSWERED or control.info is None:
+        how, remedy = _ENDS[control.end]
+        if control.end in _KEY_ENDS and instance.http.user_key is not None:
+            remedy = instance.http.user_key.remedy
+        which = "the control_port of the instance's kv_connector_extra_config, not its HTTP port"
         return check.failed(
-            f"peers are told {address}, which names no host",
+            f"{control.address} {how}{f': {control.detail}' if control.detail else ''}",
+            remedy or f"correct the port in {option or _CONTROL_OPTION}: it is {which}",
+        )
+    shown, info = instance.http.info, control.info
+    if shown is not None and (shown.instance_id, shown.epoch) != (info.instance_id, info.epoch):
+        correct = f"correct {option}" if option else "correct the address that it advertises"
+        return check.failed(
+            f"{control.address} is answered by {info.instance_id}, another start or "
+            f"another instance than the one at {instance.url}",
+            f"{correct}, or end the old process",
+        )
+    return check.ok(f"{control.address} {_answers_in(control.round_trip_s)}")
+
+
+def control_option(instance: InstanceFacts, routed: RoutedInstance | None) -> str:
+    """Return which option has named the control address; empty: the instance itself has."""
+    if instance.is_control_given:
+        return _CONTROL_OPTION
+    is_routers = routed is not None and routed.is_control_given
+    return f"the router's {_CONTROL_OPTION}" if is_routers else ""
+
+
+def _answers_in(round_trip_s: float | None) -> str:
+    return "answers" if round_trip_s is None else f"answers in {1e3 * round_trip_s:.1f} ms"
+
+
+def _advertised(
+    instance: InstanceFacts, control: ControlAnswer, info: InstanceInfo, *, are_mixed: bool
+) -> Iterator[Finding]:
+    """Yield whether other hosts reach the control port at the address that they are told."""
+    check, address = Check("advertised address", instance.name), info.control_address
+    asked, told = instance.advertised, f"peers are told {address}"
+    if urlsplit(address).hostname in _WILDCARDS:
+        yield check.failed(
+            f"{told}, which names no host",
             "set the instance's advertise host (--advertise-host, advertise_host in vLLM) to a "
             "name or address that peers reach",
         )
-    if host_of(address) == LOOPBACK and (are_hosts_mixed or instance.host != LOOPBACK):
-        return _loopback_advertised(check, address, are_hosts_mixed=are_hosts_mixed)
-    asked = instance.advertised
-    if asked is not None and asked.end is not ControlEnd.ANSWERED:
-        return check.failed(
-            f"peers are told {address}, which {how_it_ended(asked.end)}",
+    elif host_of(address) == LOOPBACK and (are_mixed or instance.host != LOOPBACK):
+        found = f"{told}, which each host takes for itself"
+        remedy = (
+            "set the control and advertise hosts to an address that the other hosts reach, with a "
+            "cluster key"
+        )
+        if are_mixed:
+            yield check.failed(found, remedy)
+        else:
+            yield check.warning(f"{found}; it serves while all instances are on one host", remedy)
+    elif asked is not None and asked.end is not ControlEnd.ANSWERED:
+        yield check.failed(
+            f"{told}, which {_ENDS[asked.end][0]}",
             "set the advertise host to a name or address that peers reach, and open the port",
         )
-    if asked is not None and asked.info is not None and asked.info.epoch != instance.info.epoch:
-        return check.failed(
-            f"peers are told {address}, where {asked.info.instance_id} answers, another instance "
-            "or another start",
+    elif asked is not None and asked.info is not None and asked.info.epoch != info.epoch:
+        yield check.failed(
+            f"{told}, where {asked.info.instance_id} answers, another instance or another start",
             "set the advertise host to an address of the instance itself",
         )
-    if asked is None and instance.control.end is not ControlEnd.ANSWERED:
-        return None  # The same address, and said already.
-    return check.ok(f"peers are told {address}")
+    elif asked is not None or control.end is ControlEnd.ANSWERED:
+        yield check.ok(told)  # Else it is the same address, and said already.
 
 
-def _loopback_advertised(check: Check, address: str, *, are_hosts_mixed: bool) -> Finding:
-    found = f"peers are told {address}, which each host takes for itself"
-    remedy = (
-        "set the control and advertise hosts to an address that the other hosts reach, with a "
-        "cluster key"
-    )
-    if are_hosts_mixed:
-        return check.failed(found, remedy)
-    return check.warning(f"{found}; it serves while all instances are on one host", remedy)
+# -- what it says of itself -------------------------------------------------------------------
 
 
-def _capabilities(instance: InstanceFacts) -> Finding:
-    assert instance.info is not None
-    check = Check("capabilities", instance.name)
-    missing = [name for name in CAPABILITIES if name not in instance.info.capabilities]
+def _capabilities(info: InstanceInfo) -> Finding:
+    check = Check("capabilities", info.instance_id)
+    missing = [name for name in CAPABILITIES if name not in info.capabilities]
     if missing:
         return check.warning(
             f"without {', '.join(f'{name} ({_MEANING[name]})' for name in missing)}",
             "update kvferry there; until then such requests are served in another way",
         )
-    return check.ok(", ".join(instance.info.capabilities))
+    return check.ok(", ".join(info.capabilities))
 
 
-def _pool(instance: InstanceFacts) -> Iterator[Finding]:
-    info, load = instance.info, instance.http.load
-    assert info is not None
-    check = Check("pool", instance.name)
+def _receives(info: InstanceInfo) -> Iterator[Finding]:
+    """Yield that an instance was handed other prompts than it was asked, if it was."""
+    num_mismatched, num_all = info.receives.get(_MISMATCH, 0), sum(info.receives.values())
+    if num_mismatched:
+        yield Check("receives", info.instance_id).warning(
+            f"{num_mismatched} of {num_all} receives have ended as {_MISMATCH} since its start: "
+            "prefill made other tokens of the same request, or had another adapter",
+            f"{REMEDIES['tokenizer_digest']}; {REMEDIES['chat_template_digest']}; load the same "
+            "adapters everywhere",
+        )
+
+
+def _pool(instance: InstanceFacts, info: InstanceInfo) -> Iterator[Finding]:
+    check, load = Check("pool", instance.name), instance.http.load
     quarantined = load.num_blocks_quarantined or 0
     if quarantined > MAX_QUARANTINED_SHARE * info.num_blocks:
         yield check.warning(
@@ -137,20 +238,6 @@ def _pool(instance: InstanceFacts) -> Iterator[Finding]:
             "from them are computed instead",
             "look for instances that crash, restart or hang, and for cut links",
         )
-    shown = (
-        f"{info.num_free_blocks} of {info.num_blocks} blocks free{_in_hand(load_words(instance))}"
-    )
-    if info.num_free_blocks < MIN_FREE_SHARE * info.num_blocks:
-        yield check.warning(
-            shown, "give the instance more KV memory or less load: requests soon queue for blocks"
-        )
-    else:
-        yield check.ok(shown)
-
-
-def load_words(instance: InstanceFacts) -> list[str]:
-    """Return what an instance has in hand, in words; what it does not say is left out."""
-    load = instance.http.load
     figures = (
         (load.num_requests_running, "running"),
         (load.num_requests_waiting, "waiting"),
@@ -159,8 +246,12 @@ def load_words(instance: InstanceFacts) -> list[str]:
         (load.num_blocks_retained, "retained"),
         (load.num_blocks_quarantined, "in quarantine"),
     )
-    return [f"{count} {word}" for count, word in figures if count]
-
-
-def _in_hand(words: list[str]) -> str:
-    return f"; {', '.join(words)}" if words else ""
+    in_hand = ", ".join(f"{count} {word}" for count, word in figures if count)
+    shown = f"{info.num_free_blocks} of {info.num_blocks} blocks free"
+    shown += f"; {in_hand}" if in_hand else ""
+    if info.num_free_blocks < MIN_FREE_SHARE * info.num_blocks:
+        yield check.warning(
+            shown, "give the instance more KV memory or less load: requests soon queue for blocks"
+        )
+    else:
+        yield check.ok(shown)

@@ -53,6 +53,11 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             name: getattr(self, name) for name in self.__struct_fields__ if name != "model_name"
         }
 
+    def differing_fields(self, theirs: KVLayout) -> list[str]:
+        """Return the fields in which a peer differs that it must share, in their order."""
+        other = theirs.compared_fields()
+        return [name for name, ours in self.compared_fields().items() if ours != other[name]]
+
     def fingerprint(self) -> bytes:
         """Return 32 bytes: BLAKE2b-256 over the compared fields that are not at their default.
 
@@ -70,11 +75,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def require_equal(self, theirs: KVLayout) -> None:
         """Raise ``IncompatiblePeerError`` naming the first field in which ``theirs`` differs."""
-        their_fields = theirs.compared_fields()
-        for name, ours in self.compared_fields().items():
-            other, remedy = their_fields[name], remedy_for(name)
-            if ours != other:
-                shown = (self.model_name, theirs.model_name)
-                if name in ("weights_digest", "config_digest") and shown[0] != shown[1]:
-                    ours, other = f"{ours} ({shown[0]})", f"{other} ({shown[1]})"
-                raise IncompatiblePeerError(name, ours, other, remedy)
+        for name in self.differing_fields(theirs):
+            ours, other = getattr(self, name), getattr(theirs, name)
+            shown = (self.model_name, theirs.model_name)
+            if name in ("weights_digest", "config_digest") and shown[0] != shown[1]:
+                ours, other = f"{ours} ({shown[0]})", f"{other} ({shown[1]})"
+            raise IncompatiblePeerError(name, ours, other, remedy_for(name))

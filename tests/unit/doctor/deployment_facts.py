@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
-
-from kvferry import __version__
+from kvferry.client.control_answer import ControlAnswer, ControlEnd
+from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.facts import (
-    ControlEnd,
-    ControlFacts,
     DeploymentFacts,
     HandoffSample,
     HostFacts,
@@ -18,50 +15,19 @@ from kvferry.doctor.facts import (
     PairFacts,
 )
 from kvferry.doctor.finding import Finding, Result
-from kvferry.doctor.findings import findings_of
-from kvferry.protocol.ids import Epoch, InstanceId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.version import PROTOCOL_VERSION
+from tests.unit.client.instance_info import LAYOUT as LAYOUT
+from tests.unit.client.instance_info import info_of as info_of
 
-LAYOUT = KVLayout(
-    model_name="tiny",
-    weights_digest="weights",
-    config_digest="config",
-    kv_dtype="float32",
-    num_layers=2,
-    num_kv_heads=1,
-    head_size=8,
-    block_size_tokens=16,
-    block_bytes=4096,
-    attention_backend="test",
-    region_strides=(4096,),
-)
 MIB = 1024 * 1024
 
 
-def info_of(name: str, layout: KVLayout = LAYOUT, **changes: object) -> InstanceInfo:
-    number = sum(name.encode())
-    info = InstanceInfo(
-        instance_id=InstanceId(name),
-        epoch=Epoch(number),
-        control_address=f"tcp://127.0.0.1:{number}",
-        fingerprint=layout.fingerprint(),
-        layout=layout,
-        transport="nixl",
-        capabilities=("pull", "push", "history"),
-        num_blocks=1000,
-        num_free_blocks=900,
-        software_version=__version__,
-    )
-    return msgspec.structs.replace(info, **changes)
-
-
 def instance_of(
-    info: InstanceInfo, host: str = "127.0.0.1", control: ControlFacts | None = None
+    info: InstanceInfo, host: str = "127.0.0.1", control: ControlAnswer | None = None
 ) -> InstanceFacts:
     """Return what an instance of kvferry's own that is well answers."""
-    answered = ControlFacts(
+    answered = ControlAnswer(
         address=info.control_address,
         end=ControlEnd.ANSWERED,
         round_trip_s=0.001,

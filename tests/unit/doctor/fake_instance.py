@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,11 +13,14 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvferry.doctor.http_client import HttpClient
+from kvferry.client.control_port import ControlPorts
+from kvferry.client.http_client import HttpClient
+from kvferry.doctor.questions import Questions
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.user_key import UserKeyFile
 
 Json = dict[str, Any]
+LIMIT_S = 30.0
 
 
 def offering(body: Json) -> Json:
@@ -123,8 +127,8 @@ class FakeInstance:
 
 
 @asynccontextmanager
-async def served(*instances: FakeInstance) -> AsyncIterator[HttpClient]:
-    """Serve them on free ports; gives a client to ask them with."""
+async def served(*instances: FakeInstance, key: bytes | None = None) -> AsyncIterator[Questions]:
+    """Serve them on free ports; gives what to ask them with."""
     runners = []
     try:
         for instance in instances:
@@ -137,8 +141,9 @@ async def served(*instances: FakeInstance) -> AsyncIterator[HttpClient]:
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             instance.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
-            yield HttpClient(session, {})
+        with contextlib.closing(ControlPorts(key)) as ports:
+            async with aiohttp.ClientSession() as session:
+                yield Questions(HttpClient(session, LIMIT_S), ports)
     finally:
         for runner in runners:
             await runner.cleanup()

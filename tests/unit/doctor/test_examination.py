@@ -9,22 +9,22 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvferry.client.control_answer import ControlEnd
+from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.examination import Assignment, examine, fitting_directions
 from kvferry.doctor.facts import (
-    ControlEnd,
     DeploymentFacts,
     InstanceFacts,
     RoutedInstance,
     RouterFacts,
 )
 from kvferry.doctor.finding import Result
-from kvferry.doctor.findings import findings_of
 from kvferry.doctor.handoffs import HandoffPlan
 from kvferry.errors import ConfigError
 from kvferry.protocol.messages import InstanceInfo
+from tests.unit.client.served_control_port import TIMEOUT_S, Serve, with_info
 from tests.unit.doctor.deployment_facts import LAYOUT, info_of, instance_of, with_http
 from tests.unit.doctor.fake_instance import FakeInstance, offering_as, served
-from tests.unit.doctor.served_control_port import TIMEOUT_S, Serve, with_info
 
 P0, P1, D0 = (instance_of(info_of(name)) for name in ("prefill-0", "prefill-1", "decode-0"))
 

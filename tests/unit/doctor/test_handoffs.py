@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.doctor import handoffs
 from kvferry.doctor.facts import InstanceFacts, PairFacts
+from kvferry.doctor.handoff_checks import speed_of
 from kvferry.doctor.handoffs import (
     MAX_FURTHER_SAMPLES,
     HandoffPlan,
@@ -18,13 +19,11 @@ from kvferry.doctor.handoffs import (
     Lengths,
     lengths_of,
 )
-from kvferry.doctor.http_questions import HttpQuestions
-from kvferry.doctor.transfer_checks import speed_of
 from kvferry.protocol.messages import Release
 from kvferry.protocol.user_key import UserKeyFile
+from tests.unit.client.served_control_port import Serve, with_info
 from tests.unit.doctor.deployment_facts import LAYOUT, MIB, info_of, instance_of, with_http
 from tests.unit.doctor.fake_instance import FakeInstance, Json, offering_as, reporting, served
-from tests.unit.doctor.served_control_port import Serve, with_info
 
 
 @pytest.mark.parametrize(
@@ -67,9 +66,8 @@ async def _measure(
     source_address: str = "tcp://127.0.0.1:1",
 ) -> PairFacts:
     plan = HandoffPlan(num_tokens=256, repeats=2, timeout_s=30)
-    async with served(source, target) as client:
-        questions = HttpQuestions(client, 30)
-        probe = HandoffProbe(client, questions, plan, key, random.Random(1))
+    async with served(source, target, key=key) as questions:
+        probe = HandoffProbe(questions, plan, key, random.Random(1))
         asked = _facts(source, "prefill")
         assert asked.control is not None
         asked = replace(asked, control=replace(asked.control, address=source_address))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.doctor.host import host_facts, is_this_host
+from kvferry.doctor.examination import host_facts, is_this_host
 
 
 @pytest.mark.parametrize(("content", "scope"), [("1\n", 1), ("0", 0), ("", None)])

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.doctor.facts import ControlEnd, ControlFacts, HttpFacts, LoadFacts
-from kvferry.doctor.finding import Result
-from kvferry.doctor.findings import findings_of, worst
+from kvferry.client.control_answer import ControlAnswer, ControlEnd
+from kvferry.doctor.deployment_checks import findings_of
+from kvferry.doctor.facts import HttpFacts, LoadFacts
+from kvferry.doctor.finding import Result, worst
 from tests.unit.doctor.deployment_facts import (
     info_of,
     instance_of,
@@ -65,7 +66,7 @@ def test_a_model_that_is_not_told_is_a_warning_naming_the_api_key() -> None:
 )
 def test_a_control_port_that_does_not_answer_says_why(end: ControlEnd, said: str) -> None:
     info = info_of("decode")
-    control = ControlFacts(address=info.control_address, end=end, detail="so it is")
+    control = ControlAnswer(address=info.control_address, end=end, detail="so it is")
     finding = only_finding(well(PREFILL, instance_of(info, control=control)), Result.FAILED)
     assert finding.check == "control port"
     assert info.control_address in finding.found
@@ -95,7 +96,7 @@ def test_an_answer_that_cannot_be_read_is_not_taken_for_vllm() -> None:
 
 def test_another_start_behind_the_control_port_is_noticed() -> None:
     later = info_of("decode", epoch=99)
-    control = ControlFacts(address=later.control_address, end=ControlEnd.ANSWERED, info=later)
+    control = ControlAnswer(address=later.control_address, end=ControlEnd.ANSWERED, info=later)
     finding = only_finding(
         well(PREFILL, instance_of(info_of("decode"), control=control)), Result.FAILED
     )
@@ -125,7 +126,7 @@ def test_loopback_serves_while_all_are_on_one_other_host() -> None:
 
 def test_an_advertised_address_that_does_not_answer_has_failed() -> None:
     info = info_of("decode", control_address="tcp://10.9.9.9:7001")
-    asked = ControlFacts(address=info.control_address, end=ControlEnd.NOBODY)
+    asked = ControlAnswer(address=info.control_address, end=ControlEnd.NOBODY)
     named = replace(instance_of(info), advertised=asked)
     finding = only_finding(well(PREFILL, named), Result.FAILED)
     assert "10.9.9.9:7001" in finding.found
@@ -133,7 +134,7 @@ def test_an_advertised_address_that_does_not_answer_has_failed() -> None:
 
 def test_an_advertised_address_of_somebody_else_has_failed() -> None:
     info, other = info_of("decode"), info_of("other")
-    asked = ControlFacts(address="tcp://h:1", end=ControlEnd.ANSWERED, info=other)
+    asked = ControlAnswer(address="tcp://h:1", end=ControlEnd.ANSWERED, info=other)
     finding = only_finding(
         well(PREFILL, replace(instance_of(info), advertised=asked)), Result.FAILED
     )

@@ -22,7 +22,7 @@ from kvferry.errors import (
     RemoteProtocolError,
 )
 from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from kvferry.protocol.curve_keys import derive_curve_keys as derive_curve_keys
+from kvferry.protocol.curve_keys import derive_curve_keys
 from kvferry.protocol.messages import NOTICE_SEQUENCE, Envelope, Message, Notice
 
 MAX_QUEUED_MESSAGES = 10_000
@@ -65,18 +65,14 @@ class ControlContext:
         """Return an unbound ROUTER."""
         socket = self._socket(zmq.ROUTER)
         if self._keys is not None:
-            socket.curve_server = True
-            socket.curve_secretkey = self._keys.secret
-            socket.curve_publickey = self._keys.public
+            self._keys.demand_from_clients(socket)
         return socket
 
     def client_socket(self) -> zmq.Socket[bytes]:
         """Return an unconnected DEALER."""
         socket = self._socket(zmq.DEALER)
         if self._keys is not None:
-            socket.curve_serverkey = self._keys.public
-            socket.curve_publickey = self._keys.public
-            socket.curve_secretkey = self._keys.secret
+            self._keys.prove_to_server(socket)
         return socket
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvferry.doctor.facts import InstanceFacts, RoutedInstance, RouterFacts
+from kvferry.doctor.deployment_checks import findings_of
+from kvferry.doctor.facts import InstanceFacts, RoutedInstance, RouterFacts, short_name
 from kvferry.doctor.finding import Result
-from kvferry.doctor.findings import findings_of
-from kvferry.doctor.fleet_checks import short_name
 from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.doctor.deployment_facts import (
     LAYOUT,

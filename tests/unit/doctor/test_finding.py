@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.facts import RouterFacts
-from kvferry.doctor.finding import Check
-from kvferry.doctor.findings import findings_of
-from kvferry.doctor.report import (
+from kvferry.doctor.finding import (
+    Check,
     format_findings,
     format_instances,
     format_summary,

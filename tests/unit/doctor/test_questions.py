@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.doctor.facts import RoutedInstance
-from kvferry.doctor.http_questions import (
-    HttpQuestions,
+from kvferry.doctor.questions import (
     load_of_metrics,
     parse_info,
     pulls_by_outcome,
@@ -91,8 +90,8 @@ async def test_a_router_shows_which_control_address_it_was_given(
     router = FakeInstance(
         fleet={"prefill": [], "decode": [{"url": "http://d:1/", "health": "healthy", **shown}]}
     )
-    async with served(router) as client:
-        found = await HttpQuestions(client, 20.0).router(router.url)
+    async with served(router) as questions:
+        found = await questions.router(router.url)
     assert found is not None
     told = RoutedInstance(url="http://d:1", role="decode", health="healthy", **expected)
     assert found.fleet == (told,)
@@ -101,6 +100,6 @@ async def test_a_router_shows_which_control_address_it_was_given(
 async def test_where_a_users_key_is_is_read() -> None:
     file = UserKeyFile("/home/a/user-key", 7, "id")
     instance = FakeInstance(info=info_of("decode"), user_key=file)
-    async with served(instance) as client:
-        facts = await HttpQuestions(client, 30).instance(instance.url)
+    async with served(instance) as questions:
+        facts = await questions.instance(instance.url)
     assert facts.user_key == file

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from kvferry.doctor.control_checks import is_another, misnamed_urls
 from kvferry.doctor.facts import (
     LOOPBACK,
     DeploymentFacts,
-    HandoffSample,
     HostFacts,
     InstanceFacts,
     PairFacts,
@@ -70,8 +68,8 @@ def speed_of(pair: PairFacts) -> Speed | None:
     """
     if not pair.long:
         return None
-    long = min(pair.long, key=_moved_s)
-    short = min(pair.short, key=_moved_s) if pair.short else None
+    long = min(pair.long, key=lambda sample: sample.moved_s)
+    short = min(pair.short, key=lambda sample: sample.moved_s, default=None)
     noise_s = 0.0 if long.is_reported else 2 * CLIENT_NOISE_S
     bytes_per_s, is_lower_bound = long.num_bytes / max(long.moved_s, 1e-6), True
     if short is not None:
@@ -82,16 +80,12 @@ def speed_of(pair: PairFacts) -> Speed | None:
     return Speed(latency_s, bytes_per_s, long.num_bytes, is_lower_bound, long.is_reported)
 
 
-def _moved_s(sample: HandoffSample) -> float:
-    return sample.moved_s
-
-
-def transfer_findings(facts: DeploymentFacts) -> Iterator[Finding]:
+def handoff_findings(facts: DeploymentFacts) -> Iterator[Finding]:
     """Yield the findings of each pair and direction, and of this host."""
     tried = [
         _handoff(facts, pair)
         for pair in facts.pairs
-        if not is_another(facts.instance(pair.source_url), pair.answered_by)
+        if not facts.instance(pair.source_url).is_another(pair.answered_by)
     ]
     yield from tried
     if facts.num_pairs_left_out:
@@ -112,7 +106,7 @@ def transfer_findings(facts: DeploymentFacts) -> Iterator[Finding]:
 def _handoff(facts: DeploymentFacts, pair: PairFacts) -> Finding:
     source, target = facts.instance(pair.source_url), facts.instance(pair.target_url)
     # Of these the control port has told another's name.
-    misnamed = misnamed_urls(facts)
+    misnamed = facts.others_there()
     names = [item.url if item.url in misnamed else item.name for item in (source, target)]
     check, speed = Check("handoff", " → ".join(names)), speed_of(pair)
     if pair.outcome:

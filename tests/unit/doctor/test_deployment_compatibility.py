@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.examination import fitting_directions
 from kvferry.doctor.facts import InstanceFacts
 from kvferry.doctor.finding import Result
-from kvferry.doctor.findings import findings_of
 from kvferry.protocol.compatibility import Compatibility
 from tests.unit.doctor.deployment_facts import info_of, instance_of, not_ok, only_finding, well
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,13 +10,15 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvferry.client.control_answer import ControlAnswer, ControlEnd
+from kvferry.client.control_port import ControlPorts
 from kvferry.connector.peers.control import ControlServer
-from kvferry.doctor.control_question import ask_control_port
-from kvferry.doctor.facts import ControlEnd, ControlFacts
-from kvferry.protocol.messages import Message, Released
+from kvferry.protocol.ids import InstanceId, TransferId
+from kvferry.protocol.messages import Message, Release, Released, ReleaseOutcome
+from kvferry.protocol.params import PeerAddress
 from kvferry.protocol.version import PROTOCOL_VERSION
-from tests.unit.doctor.deployment_facts import info_of
-from tests.unit.doctor.served_control_port import TIMEOUT_S, Answer, Serve, with_info
+from tests.unit.client.instance_info import info_of
+from tests.unit.client.served_control_port import TIMEOUT_S, Answer, Serve, with_info
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SILENCE_S = 4.0
@@ -23,7 +26,13 @@ SILENCE_S = 4.0
 SHORT_S = 0.5
 """For what not even a connection comes of."""
 INFO = info_of("decode")
+TRANSFER_ID = TransferId("xfer-1")
 FROM_AFAR = msgspec.msgpack.encode({"version": 99, "sequence": 1, "message": {"type": "x"}})
+
+
+async def _find_out(address: str, key: bytes | None, timeout_s: float) -> ControlAnswer:
+    with contextlib.closing(ControlPorts(key)) as ports:
+        return await ports.find_out(address, timeout_s)
 
 
 def _with_message(message: Message) -> Answer:
@@ -47,9 +56,9 @@ def _with_nothing(server: ControlServer) -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "with a key"])
-def test_an_instance_says_who_it_is(serve: Serve, key: bytes | None) -> None:
+async def test_an_instance_says_who_it_is(serve: Serve, key: bytes | None) -> None:
     address = serve(key, with_info(INFO))
-    found = ask_control_port(address, key, TIMEOUT_S)
+    found = await _find_out(address, key, TIMEOUT_S)
     assert (found.address, found.end, found.info) == (address, ControlEnd.ANSWERED, INFO)
     assert found.protocol_version == PROTOCOL_VERSION
     assert found.round_trip_s is not None
@@ -65,31 +74,31 @@ def test_an_instance_says_who_it_is(serve: Serve, key: bytes | None) -> None:
     ],
     ids=["another key", "a key for none", "no key"],
 )
-def test_a_wrong_key_is_told_from_silence_and_before_the_time_is_over(
+async def test_a_wrong_key_is_told_from_silence_and_before_the_time_is_over(
     serve: Serve, theirs: bytes | None, ours: bytes | None, end: ControlEnd
 ) -> None:
     address = serve(theirs, with_info(INFO))
-    assert ask_control_port(address, ours, TIMEOUT_S) == ControlFacts(address=address, end=end)
+    assert await _find_out(address, ours, TIMEOUT_S) == ControlAnswer(address=address, end=end)
 
 
-def test_a_port_that_nobody_listens_on_is_told_from_silence() -> None:
+async def test_a_port_that_nobody_listens_on_is_told_from_silence() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
-        assert ask_control_port(address, None, SHORT_S).end is ControlEnd.NOBODY
+        assert (await _find_out(address, None, SHORT_S)).end is ControlEnd.NOBODY
 
 
-def test_an_instance_that_does_not_answer_is_silent(serve: Serve) -> None:
+async def test_an_instance_that_does_not_answer_is_silent(serve: Serve) -> None:
     address = serve(None, _with_nothing)
-    assert ask_control_port(address, None, SILENCE_S).end is ControlEnd.SILENT
+    assert (await _find_out(address, None, SILENCE_S)).end is ControlEnd.SILENT
 
 
-def test_a_process_that_stands_still_is_silent() -> None:
+async def test_a_process_that_stands_still_is_silent() -> None:
     with socket.socket() as stopped:
         stopped.bind(("127.0.0.1", 0))
         stopped.listen()
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
-        assert ask_control_port(address, None, SILENCE_S).end is ControlEnd.SILENT
+        assert (await _find_out(address, None, SILENCE_S)).end is ControlEnd.SILENT
 
 
 @pytest.mark.parametrize(
@@ -101,14 +110,14 @@ def test_a_process_that_stands_still_is_silent() -> None:
     ],
     ids=["another message", "noise", "a version from afar"],
 )
-def test_what_is_not_understood_is_said(serve: Serve, answer: Answer, detail: str) -> None:
-    found = ask_control_port(serve(None, answer), None, TIMEOUT_S)
+async def test_what_is_not_understood_is_said(serve: Serve, answer: Answer, detail: str) -> None:
+    found = await _find_out(serve(None, answer), None, TIMEOUT_S)
     assert found.end is ControlEnd.NOT_UNDERSTOOD
     assert detail in found.detail
 
 
-def test_what_is_no_address_is_said() -> None:
-    found = ask_control_port("tcp://nowhere", None, SHORT_S)
+async def test_what_is_no_address_is_said() -> None:
+    found = await _find_out("tcp://nowhere", None, SHORT_S)
     assert found.end is ControlEnd.BAD_ADDRESS
     assert found.detail
 
@@ -160,6 +169,31 @@ def http_port(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "with a key"])
-def test_another_programs_port_is_told_from_a_wrong_key(http_port: str, key: bytes | None) -> None:
-    found = ask_control_port(http_port, key, SILENCE_S)
-    assert found == ControlFacts(address=http_port, end=ControlEnd.OTHER_PROGRAM)
+async def test_another_programs_port_is_told_from_a_wrong_key(
+    http_port: str, key: bytes | None
+) -> None:
+    found = await _find_out(http_port, key, SILENCE_S)
+    assert found == ControlAnswer(address=http_port, end=ControlEnd.OTHER_PROGRAM)
+
+
+async def _cancel(address: str, key: bytes | None, limit_s: float) -> bool:
+    holder = PeerAddress(INFO.instance_id, INFO.epoch, address)
+    with contextlib.closing(ControlPorts(key)) as ports:
+        return await ports.cancel(InstanceId("asker"), TRANSFER_ID, [holder], limit_s)
+
+
+async def test_a_holder_is_told_with_its_epoch_and_the_cluster_key(serve: Serve) -> None:
+    releases: list[Release] = []
+    address = serve(KEY, with_info(INFO, releases))
+    assert await _cancel(address, KEY, TIMEOUT_S)
+    (release,) = releases
+    assert (release.transfer_id, release.holder_epoch) == (TRANSFER_ID, INFO.epoch)
+    assert release.outcome is ReleaseOutcome.CANCELLED
+
+
+async def test_a_holder_that_cannot_be_told_is_left_to_its_lease() -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
+        assert not await _cancel(address, None, 0.2)
+    assert not await _cancel("nowhere", None, 0.2)

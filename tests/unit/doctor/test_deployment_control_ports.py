@@ -7,9 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvferry.client.control_answer import ControlAnswer, ControlEnd
 from kvferry.doctor.facts import (
-    ControlEnd,
-    ControlFacts,
     DeploymentFacts,
     HttpFacts,
     InstanceFacts,
@@ -169,7 +168,7 @@ def test_another_start_of_kvferrys_own_names_the_option_that_was_given() -> None
 @pytest.mark.parametrize("end", [ControlEnd.KEY_REFUSED, ControlEnd.KEY_WANTED])
 def test_of_another_users_instance_the_file_is_named(end: ControlEnd) -> None:
     shown = instance_of(P)
-    refused = ControlFacts(address=P.control_address, end=end)
+    refused = ControlAnswer(address=P.control_address, end=end)
     (finding,) = _control_findings(well(replace(shown, control=refused), instance_of(D)))
     assert "the key that its log names" in finding.remedy
     http = replace(shown.http, user_key=UserKeyFile("/home/a/user-key", 7, "id"))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.facts import HandoffSample, HostFacts, HttpFacts, InstanceFacts, PairFacts
 from kvferry.doctor.finding import Finding, Result
-from kvferry.doctor.findings import findings_of
-from kvferry.doctor.transfer_checks import speed_of, speed_words
+from kvferry.doctor.handoff_checks import speed_of, speed_words
 from tests.unit.doctor.deployment_facts import (
     LAYOUT,
     MIB,
