@@ -40,15 +40,15 @@ from kvferry.vllm_plugin.engine_facts import (
     read_regions,
 )
 from kvferry.vllm_plugin.figures import ChangedFigures, ReceiveFigures
-from kvferry.vllm_plugin.order_link import OrderClient
+from kvferry.vllm_plugin.worker_link import OrderClient
 from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
 from kvferry.vllm_plugin.ranks import RankOrders, RankPins, RankReports, check_hellos
-from kvferry.vllm_plugin.retaining import OrderSender
-from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
+from kvferry.vllm_plugin.retention import OrderSender
+from kvferry.vllm_plugin.scheduler_half import SchedulerHalf
 from kvferry.vllm_plugin.settings import parse_settings
-from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.request_state import StepFacts
 from kvferry.vllm_plugin.vllm_metrics import FerryPromMetrics, FerryStats
-from kvferry.vllm_plugin.worker_side import WorkerHalf
+from kvferry.vllm_plugin.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId
 from kvferry.protocol.params import PeerAddress
 from kvferry.vllm_plugin.adapters import Adapter
 from kvferry.vllm_plugin.orders import Answer, NotePool, Order, PoolFigures, WorkerHello
-from kvferry.vllm_plugin.tracked import PoolBlock, Sampling
+from kvferry.vllm_plugin.request_state import PoolBlock, Sampling
 
 BLOCK = 4
 PEER = PeerAddress(InstanceId("there"), Epoch(7), "tcp://127.0.0.1:1")

@@ -6,9 +6,9 @@ import msgspec
 
 from kvferry.protocol.ids import TransferId
 from kvferry.vllm_plugin.adapters import AdapterContents
-from kvferry.vllm_plugin.scheduler_side import SchedulerHalf
+from kvferry.vllm_plugin.scheduler_half import SchedulerHalf
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.request_state import StepFacts
 from tests.support.fake_clock import FakeClock
 from tests.unit.vllm_plugin.fake_engine import (
     BLOCK,

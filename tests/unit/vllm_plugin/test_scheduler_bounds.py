@@ -15,8 +15,8 @@ from kvferry.vllm_plugin.orders import (
     Order,
     StepReport,
 )
-from kvferry.vllm_plugin.retaining import MAX_FORGET_TRIES
-from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.retention import MAX_FORGET_TRIES
+from kvferry.vllm_plugin.request_state import StepFacts
 from tests.unit.vllm_plugin.fake_engine import BLOCK, FakeRequest, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
     NOTHING,

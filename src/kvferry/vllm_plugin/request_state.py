@@ -137,7 +137,7 @@ class PromptSources:
 
 
 @dataclass(slots=True)
-class Tracked:
+class RequestState:
     """One request with transfer parameters, from its arrival to its end."""
 
     request: EngineRequest
@@ -214,21 +214,21 @@ class PushSteps:
     """Prefills that are pushed, in steps whose output is not there yet."""
 
     def __init__(self) -> None:
-        self._planned: deque[tuple[int, Tracked, int, int]] = deque()
+        self._planned: deque[tuple[int, RequestState, int, int]] = deque()
         """Step, record, its restarts, tokens computed after the step."""
 
-    def plan(self, step: int, tracked: Tracked, num_scheduled: int) -> None:
+    def plan(self, step: int, state: RequestState, num_scheduled: int) -> None:
         """``step`` computes that many tokens of a prompt."""
-        num_tokens = tracked.request.num_computed_tokens + num_scheduled
-        self._planned.append((step, tracked, tracked.num_restarts, num_tokens))
+        num_tokens = state.request.num_computed_tokens + num_scheduled
+        self._planned.append((step, state, state.num_restarts, num_tokens))
 
-    def take_done(self, step: int) -> list[tuple[Tracked, int]]:
+    def take_done(self, step: int) -> list[tuple[RequestState, int]]:
         """Return what steps up to ``step`` computed, less what was begun anew since."""
         done = []
         while self._planned and self._planned[0][0] <= step:
-            _, tracked, num_restarts, num_tokens = self._planned.popleft()
-            if tracked.is_sending and num_restarts == tracked.num_restarts:
-                done.append((tracked, num_tokens))
+            _, state, num_restarts, num_tokens = self._planned.popleft()
+            if state.is_sending and num_restarts == state.num_restarts:
+                done.append((state, num_tokens))
         return done
 
 
@@ -250,7 +250,7 @@ class Roots:
         return chain_root(self._fingerprint, salt=request.cache_salt or "", lora=digest)
 
 
-def track(request: EngineRequest, transfer: KvTransferParams, root: BlockHash | None) -> Tracked:
+def track(request: EngineRequest, transfer: KvTransferParams, root: BlockHash | None) -> RequestState:
     """Return the record of a request that has just arrived.
 
     One without a root has an identity that no other has: whatever is asked of it is refused as
@@ -260,7 +260,7 @@ def track(request: EngineRequest, transfer: KvTransferParams, root: BlockHash | 
     root = root or BlockHash(secrets.token_bytes(DIGEST_BYTES))
     tokens = request.prompt_token_ids or []
     identity = PromptIdentity(len(tokens), prompt_digest(root, tokens))
-    return Tracked(request, transfer, identity, root, is_exchanged)
+    return RequestState(request, transfer, identity, root, is_exchanged)
 
 
 def transfer_of(request: EngineRequest) -> KvTransferParams | None:

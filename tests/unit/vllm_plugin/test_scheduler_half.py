@@ -27,7 +27,7 @@ from kvferry.vllm_plugin.orders import (
     StepReport,
     Withdraw,
 )
-from kvferry.vllm_plugin.tracked import StepFacts
+from kvferry.vllm_plugin.request_state import StepFacts
 from tests.unit.vllm_plugin.fake_engine import HELLO, PEER, FakeRequest, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
     NOTHING,

@@ -22,9 +22,9 @@ from kvferry.protocol.ids import RequestId
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
-from kvferry.vllm_plugin.desk import Desk
+from kvferry.vllm_plugin.order_executor import OrderExecutor
 from kvferry.vllm_plugin.figures import ChangedFigures, FigureValues, exchange_figures
-from kvferry.vllm_plugin.order_link import OrderServer
+from kvferry.vllm_plugin.worker_link import OrderServer
 from kvferry.vllm_plugin.orders import (
     FillEnd,
     Load,
@@ -128,8 +128,8 @@ class WorkerHalf:
             parts.callback(exchange.close)
             self._exchange = exchange
             self._transport = transport
-            self._desk = Desk(exchange.port, self._pins, self._event.set, self._rank)
-            self._server = OrderServer(self._desk.obey)
+            self._executor = OrderExecutor(exchange.port, self._pins, self._event.set, self._rank)
+            self._server = OrderServer(self._executor.obey)
             parts.callback(self._server.close)
             exchange.start(self._event.set)
             self._parts = parts.pop_all()
@@ -194,9 +194,9 @@ class WorkerHalf:
 
     def _collect(self) -> None:
         self._event.clear()
-        ends = self._desk.take_ends()
+        ends = self._executor.take_ends()
         self._new_ends += tuple(ends)
-        self._new_admitted += tuple(self._desk.take_admitted())
+        self._new_admitted += tuple(self._executor.take_admitted())
         self._parked.note(ends)
 
 

@@ -14,11 +14,11 @@ from kvferry.protocol.ids import RequestId
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.memory import MemoryHub, MemoryTransport
-from kvferry.vllm_plugin import worker_side
-from kvferry.vllm_plugin.order_link import OrderClient
+from kvferry.vllm_plugin import worker_half
+from kvferry.vllm_plugin.worker_link import OrderClient
 from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, PartialFill, StepOrders
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.worker_side import ParkedRequests, WorkerHalf
+from kvferry.vllm_plugin.worker_half import ParkedRequests, WorkerHalf
 from tests.own_key import own_key
 from tests.unit.vllm_plugin.fake_engine import blocks
 
@@ -110,7 +110,7 @@ _LAYOUT = KVLayout("m", "w", "c", "float32", 1, 1, 1, 4, _BLOCK_BYTES, "test", (
 def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     """A real one over memory of this process."""
     memory = np.zeros(8 * _BLOCK_BYTES, np.uint8)
-    monkeypatch.setattr(worker_side, "_create_transport", lambda *_: MemoryTransport(MemoryHub()))
+    monkeypatch.setattr(worker_half, "_create_transport", lambda *_: MemoryTransport(MemoryHub()))
     settings = PluginSettings()
     region = MemoryRegion(memory.ctypes.data, _BLOCK_BYTES, _BLOCK_BYTES, 8)
     half = WorkerHalf(settings.exchange_config("e"), settings, _LAYOUT, Compatibility(), [region])
@@ -122,7 +122,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines that the worker half writes, from its start on."""
     lines: list[str] = []
-    monkeypatch.setattr(worker_side._log, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(worker_half._log, "info", lambda text, *values: lines.append(text % values))
     return lines
 
 
@@ -149,7 +149,7 @@ def test_a_worker_whose_orders_nobody_takes_ends_the_engine(
         raise SystemExit
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr("kvferry.vllm_plugin.order_link.decode_order", end)
+    monkeypatch.setattr("kvferry.vllm_plugin.worker_link.decode_order", end)
     client = OrderClient(half.hello.orders_path)
     client.send(MakeRoom(1))
     for thread in threading.enumerate():

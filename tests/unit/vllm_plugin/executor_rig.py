@@ -1,4 +1,4 @@
-"""A desk over a pretended exchange, which holds what it is given as the real one does."""
+"""An executor over a pretended exchange, which holds what it is given as the real one does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.connector.ports import (
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.vllm_plugin.desk import Desk
+from kvferry.vllm_plugin.order_executor import OrderExecutor
 from kvferry.vllm_plugin.pins import PinnedBlocks
 from tests.unit.vllm_plugin.fake_engine import PEER
 
@@ -129,14 +129,14 @@ class FakeExchange:
         return ConnectorSnapshot()
 
 
-class DeskRig:
-    """A desk over a pretended exchange."""
+class ExecutorRig:
+    """An executor over a pretended exchange."""
 
     def __init__(self, rank: int = 0) -> None:
         self.pins = PinnedBlocks(32)
         self.exchange = FakeExchange(self.pins)
         self.num_told = 0
-        self.desk = Desk(self.exchange, self.pins, self._tell, rank)
+        self.executor = OrderExecutor(self.exchange, self.pins, self._tell, rank)
 
     def _tell(self) -> None:
         self.num_told += 1

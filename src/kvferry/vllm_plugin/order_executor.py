@@ -1,6 +1,6 @@
-"""``Desk``: obeys the scheduler half's orders, in the process that has the KV memory.
+"""``OrderExecutor``: obeys the scheduler half's orders, in the process that has the KV memory.
 
-Owns which receive is which request's. Every order names blocks with a pin of their own; the desk
+Owns which receive is which request's. Every order names blocks with a pin of their own; the executor
 drops it once the exchange has taken the references it needs.
 """
 
@@ -58,7 +58,7 @@ class _Sending:
     blocks: list[BlockNumber] = field(default_factory=list)
 
 
-class Desk:
+class OrderExecutor:
     """Orders in, ends out. ``obey`` on one thread, ``take_ends`` on another."""
 
     def __init__(

@@ -26,7 +26,7 @@ from kvferry.vllm_plugin.orders import (
     WorkerHello,
 )
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.tracked import EnginePool, EngineRequest, as_blocks
+from kvferry.vllm_plugin.request_state import EnginePool, EngineRequest, as_blocks
 
 MAX_FORGET_TRIES = 50
 _FORGET_STEP_S = 0.005

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.vllm_plugin.tracked import EngineRequest
+from kvferry.vllm_plugin.request_state import EngineRequest
 
 
-class BlockNeeds:
+class BlockDemand:
     """The prompts that do not have all their blocks yet: those that wait, and those in chunks."""
 
     def __init__(self, block_size_tokens: int) -> None:

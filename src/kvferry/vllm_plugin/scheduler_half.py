@@ -16,7 +16,7 @@ from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import Mode, Role
 from kvferry.vllm_plugin.adapters import AdapterContents
-from kvferry.vllm_plugin.needs import BlockNeeds
+from kvferry.vllm_plugin.block_demand import BlockDemand
 from kvferry.vllm_plugin.orders import (
     AdvanceSend,
     Answer,
@@ -39,16 +39,16 @@ from kvferry.vllm_plugin.orders import (
     Withdraw,
     WorkerHello,
 )
-from kvferry.vllm_plugin.retaining import OrderSender, PoolReferences, Retaining
+from kvferry.vllm_plugin.retention import OrderSender, PoolReferences, Retaining
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.tracked import (
+from kvferry.vllm_plugin.request_state import (
     BlockIds,
     EnginePool,
     EngineRequest,
     PushSteps,
     Roots,
     StepFacts,
-    Tracked,
+    RequestState,
     as_blocks,
     end_after_first_token,
     track,
@@ -72,10 +72,10 @@ class SchedulerHalf:
         self._adapters = adapters
         self._block_size = block_size_tokens
         self._clock = clock
-        self._tracked: dict[str, Tracked] = {}
-        self._registered: dict[str, Tracked] = {}
+        self._tracked: dict[str, RequestState] = {}
+        self._registered: dict[str, RequestState] = {}
         """Those with blocks that a peer may write into."""
-        self._needs = BlockNeeds(block_size_tokens)
+        self._demand = BlockDemand(block_size_tokens)
         self._loads: list[Load] = []
         self._is_waiting = False
         self._step = 0
@@ -110,25 +110,25 @@ class SchedulerHalf:
         tokens = request.prompt_token_ids
         if tokens is None or not is_supported:
             return
-        self._needs.arrive(request)
+        self._demand.arrive(request)
         # Asked of plain ones, too: their KV is what vLLM's own cache gives to later ones.
         root, transfer = self._roots.of(request), transfer_of(request)
         if transfer is None:
             return
-        tracked = track(request, transfer, root)
-        self._tracked[request.request_id] = tracked
+        state = track(request, transfer, root)
+        self._tracked[request.request_id] = state
         if transfer.role is Role.PREFILL:
             end_after_first_token(request)
-            if transfer.history is not None and tracked.is_exchanged:
-                tracked.wants_history = True
+            if transfer.history is not None and state.is_exchanged:
+                state.wants_history = True
                 self._orders.send(Contact(transfer.history))
             return
         if transfer.peer is None:
             raise LocalProtocolError("role decode without a peer")
-        if not tracked.is_exchanged:
+        if not state.is_exchanged:
             return
-        tracked.wants_receive = tracked.has_begun = True
-        ids, prompt = (tracked.request_id, transfer.transfer_id), tracked.identity
+        state.wants_receive = state.has_begun = True
+        ids, prompt = (state.request_id, transfer.transfer_id), state.identity
         digest, mode = prompt.digest, transfer.mode
         self._orders.send(Begin(*ids, transfer.peer, prompt.num_tokens, digest, mode))
 
@@ -137,23 +137,23 @@ class SchedulerHalf:
 
         None: ask again, since the pool's share for pushes that may never come is taken.
         """
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        state = self._tracked.get(request.request_id)
+        if state is None:
             return 0
-        tracked.sources.num_cached_tokens = num_computed_tokens
-        num_tokens = tracked.num_prompt_tokens
-        if not (tracked.wants_history or tracked.wants_receive):
+        state.sources.num_cached_tokens = num_computed_tokens
+        num_tokens = state.num_prompt_tokens
+        if not (state.wants_history or state.wants_receive):
             return 0
-        if tracked.wants_history:
+        if state.wants_history:
             # The last token is always computed, for its logits.
             num_tokens -= 1
         missing = worth = num_tokens - num_computed_tokens
-        if tracked.wants_history:
+        if state.wants_history:
             # Whether a peer has a partial block is known late: it is not counted on.
             worth -= num_tokens % self._block_size
         if worth < max(1, self._settings.recompute_threshold_tokens):
             return 0
-        if not self._may_register(tracked, missing):
+        if not self._may_register(state, missing):
             self._is_waiting = True
             return None
         return missing
@@ -162,37 +162,37 @@ class SchedulerHalf:
         self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """A request has its blocks; ``num_external_tokens`` of its tokens are to be filled."""
-        self._needs.admit(request)
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        self._demand.admit(request)
+        state = self._tracked.get(request.request_id)
+        if state is None:
             return
-        if tracked.is_pushed_prefill and not tracked.is_sending:
-            self._begin_send(tracked)
-        tracked.sources.began_s = self._clock.monotonic_s()
-        wanted_receive, wanted_history = tracked.wants_receive, tracked.wants_history
-        tracked.wants_receive = tracked.wants_history = False
+        if state.is_pushed_prefill and not state.is_sending:
+            self._begin_send(state)
+        state.sources.began_s = self._clock.monotonic_s()
+        wanted_receive, wanted_history = state.wants_receive, state.wants_history
+        state.wants_receive = state.wants_history = False
         if num_external_tokens > 0 and wanted_receive:
-            self._fill(tracked, block_ids, num_external_tokens)
+            self._fill(state, block_ids, num_external_tokens)
         elif num_external_tokens > 0 and wanted_history:
-            self._fill_history(tracked, block_ids, num_external_tokens)
+            self._fill_history(state, block_ids, num_external_tokens)
         elif wanted_receive:
-            self._end_receive(tracked, needed=False)
+            self._end_receive(state, needed=False)
 
     def plan_step(self, facts: StepFacts) -> StepOrders:
         """vLLM has planned a step; return what goes to the worker half with it."""
         self._step += 1
         for request_id in facts.preempted:
-            self._needs.preempt(request_id)
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.is_sending:
-                tracked.restart_sending()
-                self._orders.send(RestartSend(tracked.request_id, tracked.transfer.transfer_id))
+            self._demand.preempt(request_id)
+            state = self._tracked.get(request_id)
+            if state is not None and state.is_sending:
+                state.restart_sending()
+                self._orders.send(RestartSend(state.request_id, state.transfer.transfer_id))
         for request_id, count in facts.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.is_sending:
-                self._push_steps.plan(self._step, tracked, count)
-        num_running = len(facts.num_scheduled_tokens) + self._needs.num_running_blocks()
-        self._retaining.keep_room(num_running, self._needs.num_waiting_blocks())
+            state = self._tracked.get(request_id)
+            if state is not None and state.is_sending:
+                self._push_steps.plan(self._step, state, count)
+        num_running = len(facts.num_scheduled_tokens) + self._demand.num_running_blocks()
+        self._retaining.keep_room(num_running, self._demand.num_waiting_blocks())
         loads, self._loads = tuple(self._loads), []
         has_forward = bool(facts.num_scheduled_tokens)
         is_waiting, self._is_waiting = self._is_waiting, False
@@ -210,9 +210,9 @@ class SchedulerHalf:
                 admitted.is_peer_at_work = True
         for partial in report.partials:
             self._count_partial(partial)
-        for tracked, num_tokens in self._push_steps.take_done(report.step):
-            if tracked.request_id in self._tracked:
-                self._advance(tracked, num_tokens)
+        for state, num_tokens in self._push_steps.take_done(report.step):
+            if state.request_id in self._tracked:
+                self._advance(state, num_tokens)
 
     def finish(
         self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
@@ -229,22 +229,22 @@ class SchedulerHalf:
     def _end(
         self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
     ) -> dict[str, Any] | None:
-        self._needs.end(request.request_id)
-        tracked = self._tracked.pop(request.request_id, None)
+        self._demand.end(request.request_id)
+        state = self._tracked.pop(request.request_id, None)
         self._registered.pop(request.request_id, None)
         # Asked again: while it ran, other weights may have come in the place of its adapter's.
         root = self._roots.of(request)
-        if tracked is None:
+        if state is None:
             if root is not None:
                 self._retaining.retain(request, root, block_ids, None)
             return None
-        if tracked.has_begun:
-            self._end_receive(tracked, needed=True)
-        is_sure = root == tracked.root
-        if tracked.transfer.role is Role.PREFILL:
-            return self._hand_over(tracked, block_ids, ended_well=ended_well and is_sure)
-        if is_sure and not tracked.is_loading:
-            self._retaining.retain(request, tracked.root, block_ids, tracked.transfer.retention_s)
+        if state.has_begun:
+            self._end_receive(state, needed=True)
+        is_sure = root == state.root
+        if state.transfer.role is Role.PREFILL:
+            return self._hand_over(state, block_ids, ended_well=ended_well and is_sure)
+        if is_sure and not state.is_loading:
+            self._retaining.retain(request, state.root, block_ids, state.transfer.retention_s)
         return None
 
     def forget_content(self) -> None:
@@ -253,40 +253,40 @@ class SchedulerHalf:
         A push that runs ends with it, and its receiver computes. What nobody reads is free
         afterwards; what a peer reads at this moment is for a bounded time.
         """
-        for tracked in self._tracked.values():
-            if tracked.is_sending:
-                tracked.stop_sending()
+        for state in self._tracked.values():
+            if state.is_sending:
+                state.stop_sending()
         self._retaining.forget()
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def _fill(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
-        first = (tracked.num_prompt_tokens - num_tokens) // self._block_size
-        blocks = as_blocks(block_ids[first : self._blocks_for(tracked.num_prompt_tokens)])
+    def _fill(self, state: RequestState, block_ids: Sequence[int], num_tokens: int) -> None:
+        first = (state.num_prompt_tokens - num_tokens) // self._block_size
+        blocks = as_blocks(block_ids[first : self._blocks_for(state.num_prompt_tokens)])
         self._references.take(blocks)
-        self._park(tracked, blocks)
-        if tracked.transfer.mode is Mode.PUSH:
-            tracked.num_registered_blocks = len(blocks)
-            self._registered[tracked.request_id] = tracked
-        self._orders.send(Fill(tracked.request_id, tracked.transfer.transfer_id, blocks, first))
+        self._park(state, blocks)
+        if state.transfer.mode is Mode.PUSH:
+            state.num_registered_blocks = len(blocks)
+            self._registered[state.request_id] = state
+        self._orders.send(Fill(state.request_id, state.transfer.transfer_id, blocks, first))
 
-    def _fill_history(self, tracked: Tracked, block_ids: Sequence[int], num_tokens: int) -> None:
-        holder = tracked.transfer.history
+    def _fill_history(self, state: RequestState, block_ids: Sequence[int], num_tokens: int) -> None:
+        holder = state.transfer.history
         if holder is None:
             raise LocalProtocolError("a history without a holder")
-        num_usable = tracked.num_prompt_tokens - 1
+        num_usable = state.num_prompt_tokens - 1
         first = (num_usable - num_tokens) // self._block_size
-        tokens = (tracked.request.prompt_token_ids or [])[:num_usable]
-        hashes = block_hashes(tracked.root, tokens, self._block_size)[first:]
+        tokens = (state.request.prompt_token_ids or [])[:num_usable]
+        hashes = block_hashes(state.root, tokens, self._block_size)[first:]
         blocks = as_blocks(block_ids[first : self._blocks_for(num_usable)])
         self._references.take(blocks)
-        self._park(tracked, blocks)
-        tracked.has_begun = True
-        tracked.first_filled_block = first
+        self._park(state, blocks)
+        state.has_begun = True
+        state.first_filled_block = first
         min_blocks = max(1, self._blocks_for(self._settings.recompute_threshold_tokens))
         self._orders.send(
             FillHistory(
-                request_id=tracked.request_id,
+                request_id=state.request_id,
                 peer=holder,
                 hashes=tuple(hashes),
                 blocks=blocks,
@@ -298,97 +298,97 @@ class SchedulerHalf:
 
     def _count_partial(self, partial: PartialFill) -> None:
         """vLLM counts whole blocks; the tokens in the next one are there too."""
-        tracked = self._tracked.get(partial.request_id)
-        if tracked is None:
+        state = self._tracked.get(partial.request_id)
+        if state is None:
             return
-        num_counted = (tracked.first_filled_block + partial.num_blocks) * self._block_size
+        num_counted = (state.first_filled_block + partial.num_blocks) * self._block_size
         # Anything else would be another state than that of a request which is filled in part.
-        if tracked.request.num_computed_tokens == num_counted:
-            tracked.request.num_computed_tokens += partial.num_tokens
+        if state.request.num_computed_tokens == num_counted:
+            state.request.num_computed_tokens += partial.num_tokens
 
-    def _may_register(self, tracked: Tracked, num_tokens: int) -> bool:
+    def _may_register(self, state: RequestState, num_tokens: int) -> bool:
         """Whether blocks for ``num_tokens`` may be set aside for this request's peer to fill."""
-        is_push = tracked.wants_receive and tracked.transfer.mode is Mode.PUSH
-        if not is_push or tracked.is_peer_at_work:
+        is_push = state.wants_receive and state.transfer.mode is Mode.PUSH
+        if not is_push or state.is_peer_at_work:
             return True
         waiting = sum(t.num_waiting_registered_blocks for t in self._registered.values())
         max_blocks = int(self._settings.max_registered_share * self._hello.num_blocks)
         return waiting + self._blocks_for(num_tokens) <= max_blocks
 
-    def _park(self, tracked: Tracked, blocks: Blocks) -> None:
-        tracked.is_loading = True
-        self._loads.append(Load(tracked.request_id, blocks))
+    def _park(self, state: RequestState, blocks: Blocks) -> None:
+        state.is_loading = True
+        self._loads.append(Load(state.request_id, blocks))
 
-    def _end_receive(self, tracked: Tracked, *, needed: bool) -> None:
-        tracked.has_begun = False
-        self._orders.send(End(tracked.request_id, needed))
+    def _end_receive(self, state: RequestState, *, needed: bool) -> None:
+        state.has_begun = False
+        self._orders.send(End(state.request_id, needed))
 
     def _note_end(self, end: FillEnd) -> None:
-        tracked = self._tracked.get(end.request_id)
-        if tracked is not None:
-            tracked.is_loading = False
-            tracked.num_registered_blocks = 0
+        state = self._tracked.get(end.request_id)
+        if state is not None:
+            state.is_loading = False
+            state.num_registered_blocks = 0
             self._registered.pop(end.request_id, None)
             if not end.is_received:
                 # A push may fail before its request has blocks: it need not be parked for that.
-                tracked.wants_receive = False
-            if tracked.transfer.role is Role.PREFILL:
+                state.wants_receive = False
+            if state.transfer.role is Role.PREFILL:
                 now_s = self._clock.monotonic_s()
-                tracked.sources.note_read_back(end, self._block_size, now_s)
+                state.sources.note_read_back(end, self._block_size, now_s)
         if not end.is_received:
             _log.warning("receive of %s: %s %s", end.request_id, end.outcome, end.detail)
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _begin_send(self, tracked: Tracked) -> None:
-        tracked.is_sending = True
-        ids, prompt = (tracked.request_id, tracked.transfer.transfer_id), tracked.identity
+    def _begin_send(self, state: RequestState) -> None:
+        state.is_sending = True
+        ids, prompt = (state.request_id, state.transfer.transfer_id), state.identity
         self._orders.send(BeginSend(*ids, prompt.num_tokens, prompt.digest))
 
-    def _advance(self, tracked: Tracked, num_tokens: int) -> None:
-        num_full = min(num_tokens, tracked.num_prompt_tokens) // self._block_size
-        new = as_blocks(self._block_ids(tracked.request.request_id))[
-            tracked.num_sent_blocks : num_full
+    def _advance(self, state: RequestState, num_tokens: int) -> None:
+        num_full = min(num_tokens, state.num_prompt_tokens) // self._block_size
+        new = as_blocks(self._block_ids(state.request.request_id))[
+            state.num_sent_blocks : num_full
         ]
         if not new:
             return
         self._references.take(new)
-        tracked.num_sent_blocks += len(new)
+        state.num_sent_blocks += len(new)
         self._orders.send(
-            AdvanceSend(tracked.request_id, tracked.transfer.transfer_id, new, num_tokens)
+            AdvanceSend(state.request_id, state.transfer.transfer_id, new, num_tokens)
         )
 
     def _hand_over(
-        self, tracked: Tracked, block_ids: Sequence[int], *, ended_well: bool
+        self, state: RequestState, block_ids: Sequence[int], *, ended_well: bool
     ) -> dict[str, Any] | None:
-        transfer, num_tokens = tracked.transfer, tracked.num_prompt_tokens
+        transfer, num_tokens = state.transfer, state.num_prompt_tokens
         blocks = as_blocks(block_ids[: self._blocks_for(num_tokens)])
         is_complete = (
             len(blocks) == self._blocks_for(num_tokens)
-            and len(tracked.request.all_token_ids) > num_tokens
+            and len(state.request.all_token_ids) > num_tokens
         )
         if not (ended_well and is_complete):
-            if tracked.is_pushed_prefill:
-                self._orders.send(Withdraw(tracked.request_id, transfer.transfer_id))
+            if state.is_pushed_prefill:
+                self._orders.send(Withdraw(state.request_id, transfer.transfer_id))
             return None
-        answer = self._offer(tracked, blocks)
+        answer = self._offer(state, blocks)
         if answer.error:
-            _log.warning("handoff of %s: %s", tracked.request_id, answer.error)
+            _log.warning("handoff of %s: %s", state.request_id, answer.error)
             return None
         now_s = self._clock.monotonic_s()
-        return tracked.offered(self._hello.address, answer.lease_s, now_s)
+        return state.offered(self._hello.address, answer.lease_s, now_s)
 
-    def _offer(self, tracked: Tracked, blocks: Blocks) -> Answer:
-        transfer_id: TransferId = tracked.transfer.transfer_id
-        if tracked.is_pushed_prefill:
-            new = blocks[tracked.num_sent_blocks :]
+    def _offer(self, state: RequestState, blocks: Blocks) -> Answer:
+        transfer_id: TransferId = state.transfer.transfer_id
+        if state.is_pushed_prefill:
+            new = blocks[state.num_sent_blocks :]
             self._references.take(new)
-            first_token_id = tracked.request.all_token_ids[tracked.num_prompt_tokens]
+            first_token_id = state.request.all_token_ids[state.num_prompt_tokens]
             return self._orders.ask(
-                CompleteSend(tracked.request_id, transfer_id, new, first_token_id)
+                CompleteSend(state.request_id, transfer_id, new, first_token_id)
             )
         self._references.take(blocks)
-        identity = tracked.identity
+        identity = state.identity
         return self._orders.ask(Offer(transfer_id, identity.num_tokens, identity.digest, blocks))
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import EngineError
 from kvferry.protocol.ids import TransferId
-from kvferry.vllm_plugin.order_link import OrderClient, OrderServer
+from kvferry.vllm_plugin.worker_link import OrderClient, OrderServer
 from kvferry.vllm_plugin.orders import Answer, MakeRoom, Offer, Order
 from tests.unit.vllm_plugin.fake_engine import blocks
 
