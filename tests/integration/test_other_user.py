@@ -19,8 +19,8 @@ import pytest
 
 from kvferry.client.control_answer import ControlEnd
 from kvferry.protocol.user_key import FOLDER_VARIABLE, user_key_path
-from kvferry.vllm_plugin.worker_link import OrderServer
 from kvferry.vllm_plugin.orders import Answer
+from kvferry.vllm_plugin.worker_link import OrderServer
 from tests.integration.another_user import UID
 from tests.integration.deployment_client import Client, body_of, fresh_prompt, new_transfer
 from tests.integration.deployment_setup import Deployment, Program, open_deployment

@@ -32,25 +32,13 @@ _Signature = tuple[tuple[str, int, int, int, int], ...]
 class Adapter(Protocol):
     """A LoRA adapter as vLLM names it."""
 
-    @property
-    def lora_name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def lora_int_id(self) -> int:
-        """The place that it takes among loaded ones."""
-        ...
-
-    @property
-    def lora_path(self) -> str:
-        """Its folder, or another name of it."""
-        ...
-
-    @property
-    def load_inplace(self) -> bool:
-        """Whether it was loaded in the place of another; vLLM then reads it anew each step."""
-        ...
+    lora_name: str
+    lora_int_id: int
+    """The place that it takes among loaded ones."""
+    lora_path: str
+    """Its folder, or another name of it."""
+    load_inplace: bool
+    """Whether it was loaded in the place of another; vLLM then reads it anew each step."""
 
 
 @dataclass(slots=True)
@@ -80,7 +68,7 @@ class AdapterContents:
         self._contents: dict[tuple[str, str], _Content] = {}
         self._key_of_id: dict[int, tuple[str, str]] = {}
         """Which of them was last seen in each place."""
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def digest(self, adapter: Adapter) -> str:
         """Return the digest of the weights that the adapter's KV is computed with by now.
@@ -101,7 +89,7 @@ class AdapterContents:
 
     def note_cache_reset(self) -> None:
         """vLLM's cache holds nothing any more: what was loaded anew is certain again."""
-        self._told.clear()
+        self._warned.clear()
         for content in self._contents.values():
             content.has_changed = False
 
@@ -116,7 +104,7 @@ class AdapterContents:
             return known
         digest = _digest_of(folder, self._kind) if signature else ""
         if not digest or _signature_of(folder) != signature:
-            self._tell(key, "cannot be read here as a folder of weights")
+            self._warn(key, "cannot be read here as a folder of weights")
             digest = ""
         if known is None:
             known = self._contents[key] = _Content(signature, digest, {place})
@@ -131,11 +119,11 @@ class AdapterContents:
         content = self._contents.get(key)
         if content is not None and not content.has_changed:
             content.has_changed = True
-            self._tell(key, f"{why}, and vLLM's prefix cache may hold KV of the earlier ones")
+            self._warn(key, f"{why}, and vLLM's prefix cache may hold KV of the earlier ones")
 
-    def _tell(self, key: tuple[str, str], why: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+    def _warn(self, key: tuple[str, str], why: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             _log.warning(
                 "adapter %s (%s) %s: its requests are computed where they are, and their KV is "
                 "neither handed over nor read back; load changed weights from a new path, or reset "

@@ -1,4 +1,4 @@
-"""``FerryConnector``: vLLM's connector interface over the plugin's two halves.
+"""``FerryConnector``: vLLM's connector interface over the plugin's two halves, and its metrics.
 
 Nothing is decided here. vLLM makes one object in the scheduler's process and one in each worker's;
 a hook that belongs to the other half is never called.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,41 +24,41 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.request import RequestStatus
 
 from kvferry.clock import SystemClock
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import ROOT_LOGGER_NAME, configure_logging
 from kvferry.vllm_plugin.adapters import AdapterContents
-from kvferry.vllm_plugin.compat import check_engine, check_version
 from kvferry.vllm_plugin.engine_facts import (
+    check_engine,
+    check_version,
     lora_kind,
-    read_compatibility,
-    read_facts,
-    read_layout,
+    read_memory,
     read_rank,
-    read_regions,
 )
-from kvferry.vllm_plugin.figures import ChangedFigures, ReceiveFigures
-from kvferry.vllm_plugin.worker_link import OrderClient
-from kvferry.vllm_plugin.orders import StepOrders, StepReport, WorkerHello
-from kvferry.vllm_plugin.ranks import RankOrders, RankPins, RankReports, check_hellos
-from kvferry.vllm_plugin.retention import OrderSender
+from kvferry.vllm_plugin.orders import (
+    FIGURES,
+    ChangedFigures,
+    FigureValues,
+    StepOrders,
+    StepReport,
+    WorkerHello,
+    split_figures,
+)
 from kvferry.vllm_plugin.scheduler_half import SchedulerHalf
 from kvferry.vllm_plugin.settings import parse_settings
-from kvferry.vllm_plugin.request_state import StepFacts
-from kvferry.vllm_plugin.vllm_metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm_plugin.worker_half import WorkerHalf
+from kvferry.vllm_plugin.worker_link import Workers
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-        PromMetric,
-        PromMetricT,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -97,6 +97,61 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
     hello: WorkerHello
 
 
+class FerryStats(KVConnectorStats):
+    """Figures since the start: of two with one name, the later says all."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Forget them."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Keep the later ones; scheduler and worker tell different figures."""
+        self.data = {**self.data, **other.data}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM writes to its log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
+class FerryPromMetrics(KVConnectorPromMetrics):
+    """The figures in Prometheus' form, with vLLM's labels before our own."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: (self._counter_cls if labels else self._gauge_cls)(
+                f"kvferry_{name}", help_text, [*labelnames, *labels]
+            )
+            for name, (help_text, labels) in FIGURES.items()
+        }
+        self._seen: dict[tuple[int, str, tuple[str, ...]], float] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Show the figures of one engine."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, labels, value in split_figures(transfer_stats_data):
+            metric = self._metrics[name].labels(*engine, *labels)
+            if not labels:
+                metric.set(value)
+                continue
+            key = (engine_idx, name, tuple(labels))
+            metric.inc(value - self._seen.get(key, 0))
+            self._seen[key] = value
+
+
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV between instances by pull, by push and by read-back. Raises ``ConfigError`` for a
     configuration that is not supported."""
@@ -108,37 +163,28 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         _log_beside_vllm()
         _be_known_by_name()
         check_version(vllm.__version__)
-        facts = read_facts(vllm_config, kv_cache_config)
-        check_engine(facts)
-        transfer = self._kv_transfer_config
-        self._settings = parse_settings(transfer.kv_connector_extra_config)
-        self._settings.check_ports(facts.tensor_parallel_size)
-        self._engine_id = str(transfer.engine_id)
-        self._block_size = facts.block_size_tokens
-        self._worker_half: WorkerHalf | None = None
-        self._scheduler_half: SchedulerHalf | None = None
+        check_engine(vllm_config, kv_cache_config)
+        self._settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings.check_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._adapters = AdapterContents(lora_kind(vllm_config))
-        self._rank = 0
-        self._clients: list[OrderClient] = []
-        self._rank_reports: RankReports | None = None
-        self._receives = ReceiveFigures()
-        self._changed_receives = ChangedFigures()
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_half = SchedulerHalf(
-                self._settings, self._block_size, SystemClock(), self._adapters
-            )
+        self._figures: Callable[[], FigureValues] = dict
+        """Those of whichever half this process has."""
+        self._changed_figures = ChangedFigures()
+        self._opened = contextlib.ExitStack()
 
     # -- worker's process ---------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the exchange beside the memory."""
         rank = read_rank(self._vllm_config)
-        regions = read_regions(kv_caches, self._kv_cache_config)
-        layout = read_layout(self._vllm_config, self._kv_cache_config, kv_caches, regions, rank)
-        compatibility = read_compatibility(self._vllm_config, self._kv_cache_config, kv_caches)
-        config = self._settings.exchange_config(self._engine_id, rank)
+        regions, layout, compatibility = read_memory(
+            self._vllm_config, self._kv_cache_config, kv_caches, rank
+        )
+        config = self._settings.exchange_config(str(self._kv_transfer_config.engine_id), rank)
         self._rank = rank.rank
-        self._worker_half = WorkerHalf(config, self._settings, layout, compatibility, regions)
+        self._worker = WorkerHalf(config, self._settings, layout, compatibility, regions)
+        self._opened.callback(self._worker.close)
+        self._figures = self._worker.figures
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half where its orders go."""
@@ -174,7 +220,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Tell which blocks of a read-back the holder did not have."""
-        return self._worker.take_unfilled_blocks()
+        return self._worker.unfilled_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Send the step's report to the scheduler half."""
@@ -183,10 +229,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Send the figures on their way to vLLM's metrics, when they have changed."""
-        if self._worker_half is None:
-            values = self._changed_receives.take(self._receives.values())
-        else:
-            values = self._worker_half.take_figures()
+        values = self._changed_figures.take(self._figures())
         return FerryStats(data=dict(values)) if values else None
 
     @classmethod
@@ -210,16 +253,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End what this process has of the exchange."""
-        if self._worker_half is not None:
-            self._worker_half.close()
-        for client in self._clients:
-            client.close()
-
-    @property
-    def _worker(self) -> WorkerHalf:
-        if self._worker_half is None:
-            raise LocalProtocolError("a worker's hook before register_kv_caches")
-        return self._worker_half
+        self._opened.close()
 
     # -- scheduler's process ------------------------------------------------------------------
 
@@ -246,19 +280,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Connect to the worker halves, by rank."""
-        hellos = []
-        for _, handshake in sorted(metadata.items()):
-            if not isinstance(handshake, FerryHandshake):
-                raise LocalProtocolError("the worker half belongs to another connector")
-            hellos.append(handshake.hello)
-        check_hellos(hellos)
-        self._clients = [OrderClient(hello.orders_path) for hello in hellos]
-        orders: OrderSender = self._clients[0]
-        if len(hellos) > 1:
-            pins = RankPins(len(hellos))
-            orders = RankOrders(self._clients, pins)
-            self._rank_reports = RankReports(len(hellos), pins, self._scheduler.is_tracked)
-        self._scheduler.join(hellos[0], orders, self._manager.block_pool, self._block_ids)
+        handshakes = [handshake for _, handshake in sorted(metadata.items())]
+        if not all(isinstance(handshake, FerryHandshake) for handshake in handshakes):
+            raise LocalProtocolError("the worker half belongs to another connector")
+        workers = Workers.connect([handshake.hello for handshake in handshakes])
+        self._opened.callback(workers.close)
+        self._scheduler = SchedulerHalf(
+            self._settings, self._adapters, workers, self._manager, SystemClock()
+        )
+        self._figures = self._scheduler.figures
 
     def on_new_request(self, request: Request) -> None:
         """Let the peer of a new request know."""
@@ -280,27 +310,22 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Send a step's orders to the worker half."""
-        preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        facts = StepFacts(scheduler_output.num_scheduled_tokens, preempted)
-        return FerryStep(self._scheduler.plan_step(facts))
+        preempted = scheduler_output.preempted_req_ids or ()
+        return FerryStep(
+            self._scheduler.plan_step(scheduler_output.num_scheduled_tokens, preempted)
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in a step's report."""
+        """Take in a step's reports."""
         metadata = connector_output.kv_connector_worker_meta
-        if not isinstance(metadata, FerryReport):
-            return
-        if self._rank_reports is None:
-            report = metadata.reports[0]
-        else:
-            report = self._rank_reports.join(metadata.reports)
-        self._receives.count(report.ends)
-        self._scheduler.note_step_done(report)
+        if isinstance(metadata, FerryReport):
+            self._scheduler.note_step_done(metadata.reports)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``."""
-        return self._finish(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -309,7 +334,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         Always False: references of our own keep what is wanted of them.
         """
-        return self._finish(request, block_ids[0])
+        kept = list(block_ids[0]) if _is_tokens_only(request) else []
+        ended_well = request.status in _ENDED_WELL
+        return False, self._scheduler.finish(request, kept, ended_well=ended_well)
 
     def reset_cache(self) -> bool:
         """Keep nothing that may be given to a peer. A reset of vLLM's own cache has done it too."""
@@ -319,23 +346,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A handoff brings the whole prompt, and there is one group."""
         return (0,)
-
-    def _finish(
-        self, request: Request, block_ids: Iterable[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        kept = list(block_ids) if _is_tokens_only(request) else []
-        ended_well = request.status in _ENDED_WELL
-        return False, self._scheduler.finish(request, kept, ended_well=ended_well)
-
-    def _block_ids(self, request_id: str) -> Sequence[int]:
-        block_ids: Sequence[int] = self._manager.get_block_ids(request_id)[0]
-        return block_ids
-
-    @property
-    def _scheduler(self) -> SchedulerHalf:
-        if self._scheduler_half is None:
-            raise LocalProtocolError("a scheduler's hook in a worker's process")
-        return self._scheduler_half
 
 
 def _log_beside_vllm() -> None:

@@ -1,11 +1,12 @@
-"""Reads vLLM's configuration objects: facts to check, and what identifies a model's KV.
+"""Reads vLLM's configuration objects: what is refused by name, and what identifies a model's KV.
 
 Every attribute of vLLM's that may have another name in another version is looked up here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,15 +16,17 @@ from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryKind, MemoryRegion
-from kvferry.vllm_plugin.compat import EngineFacts
-from kvferry.vllm_plugin.layout import TensorShape, config_digest, regions_of, weights_digest
 from kvferry.vllm_plugin.likeness import (
     LayerKind,
+    TensorShape,
     cache_compatibility,
     cache_dtype_name,
     chat_template_digest,
+    config_digest,
+    regions_of,
     rope_max_model_len,
     tokenizer_digest,
+    weights_digest,
 )
 from kvferry.vllm_plugin.settings import WorkerRank
 
@@ -32,38 +35,87 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+MIN_VERSION = (0, 30)
+END_VERSION = (0, 33)
+"""The first that is not supported."""
+SUPPORTED_CACHE_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""Class names of a cache group's specification."""
 
-def read_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
-    """Return what ``compat`` has to know."""
-    parallel, model, transfer = (
-        config.parallel_config,
-        config.model_config,
-        config.kv_transfer_config,
-    )
+
+def check_version(version: str) -> None:
+    """Raise ``ConfigError`` unless vLLM ``version`` is one that the plugin was made for."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not MIN_VERSION <= found < END_VERSION:
+        low, high = ".".join(map(str, MIN_VERSION)), ".".join(map(str, END_VERSION))
+        raise ConfigError(
+            f"kvferry's connector works in vLLM from {low} to below {high}; this is {version}: "
+            "install one of those"
+        )
+
+
+def check_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise ``ConfigError`` that names everything which is not supported, each with what to do."""
+    problems = [*_engine_problems(config), *_parallelism_problems(config)]
+    problems += _cache_problems(config, cache)
+    if problems:
+        raise ConfigError("kvferry's connector does not support: " + "; ".join(problems))
+
+
+def _engine_problems(config: VllmConfig) -> Iterator[str]:
+    model, transfer = config.model_config, config.kv_transfer_config
+    policy, role = transfer.kv_load_failure_policy, transfer.kv_role
+    if policy != "recompute":
+        yield f"kv_load_failure_policy {policy!r} (set it to 'recompute' in --kv-transfer-config)"
+    # With asynchronous scheduling vLLM takes less care of blocks in flight for another role.
+    if role != "kv_both":
+        yield f"kv_role {role!r} (set it to 'kv_both': the router gives out the roles)"
+    if not config.cache_config.enable_prefix_caching:
+        yield "prefix caching off (leave it on)"
+    if config.speculative_config is not None:
+        yield "speculative decoding (start without --speculative-config)"
+    if getattr(model, "enable_sleep_mode", False):
+        yield "sleep mode (start without --enable-sleep-mode)"
+    if model.is_multimodal_model:
+        yield "multimodal inputs (start with --language-model-only where the model has it)"
+    if getattr(model, "enable_prompt_embeds", False):
+        yield "prompt embeddings as inputs (start without --enable-prompt-embeds)"
+
+
+def _parallelism_problems(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism (start without --pipeline-parallel-size)"
+    if getattr(parallel, "nnodes", 1) > 1:
+        yield "one instance on several hosts (start without --nnodes, one instance on each)"
+    sizes = ("prefill_context_parallel_size", "decode_context_parallel_size")
+    if any(getattr(parallel, size, 1) > 1 for size in sizes):
+        flags = " and ".join(f"--{size.replace('_', '-')}" for size in sizes)
+        yield f"context parallelism (start without {flags})"
+    if parallel.data_parallel_size > 1:
+        yield "data parallelism (run one instance for each replica)"
+
+
+def _cache_problems(config: VllmConfig, cache: KVCacheConfig) -> Iterator[str]:
     groups = cache.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
-    return EngineFacts(
-        load_failure_policy=transfer.kv_load_failure_policy if transfer else "fail",
-        role=str(transfer.kv_role) if transfer else "",
-        has_prefix_caching=bool(config.cache_config.enable_prefix_caching),
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        num_hosts=getattr(parallel, "nnodes", 1),
-        context_parallel_size=max(
-            getattr(parallel, "prefill_context_parallel_size", 1),
-            getattr(parallel, "decode_context_parallel_size", 1),
-        ),
-        data_parallel_size=parallel.data_parallel_size,
-        num_cache_groups=len(groups),
-        cache_kind=type(spec).__name__,
-        has_sliding_window=getattr(spec, "sliding_window", None) is not None,
-        has_speculation=config.speculative_config is not None,
-        has_dynamic_scales=bool(getattr(config.cache_config, "calculate_kv_scales", False)),
-        has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
-        is_multimodal=bool(model.is_multimodal_model),
-        takes_prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
-        block_size_tokens=spec.block_size if spec is not None else 0,
-    )
+    kind = type(spec).__name__
+    if len(groups) != 1:
+        yield (
+            "hybrid caches, more than one KV cache group (serve a model with attention of one kind "
+            "in all layers)"
+        )
+    if kind not in SUPPORTED_CACHE_KINDS:
+        yield f"KV caches of kind {kind} (serve a model with full attention or MLA)"
+    if getattr(spec, "sliding_window", None) is not None:
+        yield (
+            "sliding-window attention (start with --disable-sliding-window, which cuts the context "
+            "to the window, or serve another model)"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        yield "KV scales that are calculated while running (start without --calculate-kv-scales)"
+    if getattr(spec, "block_size", 0) < 1:
+        yield "a block size of nothing (set --block-size)"
 
 
 def lora_kind(config: VllmConfig) -> str:
@@ -85,55 +137,53 @@ def read_rank(config: VllmConfig) -> WorkerRank:
     return WorkerRank(group.rank_in_group, group.world_size, Epoch(int(epoch.item())))
 
 
-def read_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShape]:
-    """Return how each layer's KV lies in memory. Raises ``ConfigError``."""
+def read_memory(
+    config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor], rank: WorkerRank
+) -> tuple[list[MemoryRegion], KVLayout, Compatibility]:
+    """Return the regions of the real KV tensors, and what peers compare before they move blocks:
+    the layout, and what there is beyond it. Raises ``ConfigError``."""
     for name, tensor in tensors.items():
         if not hasattr(tensor, "data_ptr"):
             raise ConfigError(f"layer {name} has no single KV tensor")
-    return {
+    shapes = {
         name: TensorShape(
             tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
         )
         for name, tensor in tensors.items()
     }
-
-
-def read_regions(tensors: Mapping[str, torch.Tensor], cache: KVCacheConfig) -> list[MemoryRegion]:
-    """Return the regions of the real KV tensors. Raises ``ConfigError``."""
-    shapes = read_shapes(tensors)
     first = next(iter(tensors.values()), None)
-    device = first.device if first is not None else None
-    on_host = device is None or device.type == "cpu"
-    return regions_of(
+    is_on_host = first is None or first.device.type == "cpu"
+    regions = regions_of(
         shapes,
         cache.num_blocks,
-        MemoryKind.DRAM if on_host else MemoryKind.VRAM,
-        0 if device is None or device.index is None else device.index,
+        MemoryKind.DRAM if is_on_host else MemoryKind.VRAM,
+        (first.device.index or 0) if first is not None else 0,
     )
+    layout = _layout(config, cache, next(iter(tensors.values())), regions, rank)
+    return regions, layout, _compatibility(config, cache, tensors, shapes)
 
 
-def read_layout(
+def _layout(
     config: VllmConfig,
     cache: KVCacheConfig,
-    tensors: Mapping[str, torch.Tensor],
+    tensor: torch.Tensor,
     regions: list[MemoryRegion],
     rank: WorkerRank,
 ) -> KVLayout:
-    """Return what peers compare before they move blocks."""
-    model, spec = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
-    first = next(iter(tensors.values()))
+    model, group = config.model_config, cache.kv_cache_groups[0]
+    spec = group.kv_cache_spec
     more = (str(model.quantization), str(getattr(model, "hf_overrides", None)))
     return KVLayout(
         model_name=str(model.model),
         weights_digest=weights_digest(str(model.model), model.revision),
         config_digest=config_digest(model.hf_text_config.to_dict(), more),
-        kv_dtype=_dtype_name(first),
-        num_layers=len(cache.kv_cache_groups[0].layer_names),
+        kv_dtype=_dtype_name(tensor),
+        num_layers=len(group.layer_names),
         num_kv_heads=getattr(spec, "num_kv_heads", 1),
         head_size=getattr(spec, "head_size", 0),
         block_size_tokens=spec.block_size,
         block_bytes=sum(region.block_bytes for region in regions),
-        attention_backend=f"vllm/{first.device.type}/{'x'.join(map(str, first.shape[1:]))}",
+        attention_backend=f"vllm/{tensor.device.type}/{'x'.join(map(str, tensor.shape[1:]))}",
         region_strides=tuple(sorted({region.stride_bytes for region in regions})),
         num_regions=len(regions),
         tensor_parallel_size=rank.num_ranks,
@@ -141,31 +191,29 @@ def read_layout(
     )
 
 
-def read_compatibility(
-    config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+def _compatibility(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, TensorShape],
 ) -> Compatibility:
-    """Return what peers compare beyond the layout.
-
-    Of the chat template only the one beside the tokenizer is known here: ``--chat-template`` is an
-    option of vLLM's HTTP server, which is another process.
-    """
-    model = config.model_config
+    """Of the chat template only the one beside the tokenizer is known here: ``--chat-template`` is
+    an option of vLLM's HTTP server, which is another process."""
+    model, cache_config = config.model_config, config.cache_config
     layers = config.compilation_config.static_forward_context
     kinds = {
         name: _layer_kind(layers.get(name), config, tensor) for name, tensor in tensors.items()
     }
     layout_name = getattr(cache, "kv_cache_layout", None) or getattr(
-        config.cache_config, "kv_cache_layout", None
+        cache_config, "kv_cache_layout", None
     )
-    tokenizer = str(model.tokenizer)
+    tokenizer, max_model_len = str(model.tokenizer), int(model.max_model_len)
     return msgspec.structs.replace(
-        cache_compatibility(read_shapes(tensors), kinds, cache.num_blocks, str(layout_name or "")),
-        rope_max_model_len=rope_max_model_len(
-            model.hf_text_config.to_dict(), int(model.max_model_len)
-        ),
+        cache_compatibility(shapes, kinds, cache.num_blocks, str(layout_name or "")),
+        rope_max_model_len=rope_max_model_len(model.hf_text_config.to_dict(), max_model_len),
         tokenizer_digest=tokenizer_digest(tokenizer, model.tokenizer_revision),
         chat_template_digest=chat_template_digest(tokenizer),
-        max_model_len=int(model.max_model_len),
+        max_model_len=max_model_len,
     )
 
 

@@ -1,15 +1,22 @@
-"""What must be alike in two vLLMs beyond the layout: KV tensors, tokenizer, template. Pure."""
+"""What must be alike in two vLLMs: KV tensors and their regions, weights, configuration, tokenizer
+and chat template. Pure but for reading files; knows shapes, not torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.errors import ConfigError
 from kvferry.protocol.compatibility import Compatibility, content_digest
-from kvferry.vllm_plugin.layout import TensorShape
+from kvferry.transport.base import MemoryKind, MemoryRegion
 
+_WHOLE_FILE_BYTES = 512 << 20
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES_PER_FILE = 64
+_NOT_COMPARED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _FP8_NAMES = {"fp8": "fp8_e4m3"}
 """vLLM's short name of one kind."""
 _VOCABULARY_FILES = (
@@ -22,20 +29,21 @@ _ENCODING_SETTINGS = (
     "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "bos_token", "eos_token",
 )  # fmt: skip
 """Of ``tokenizer_config.json``: what the tokens of a text depend on."""
-_ROPE_KINDS_OF_ANY_LENGTH = frozenset(
-    {
-        "",
-        "default",
-        "linear",
-        "llama3",
-        "mllama4",
-        "yarn",
-        "deepseek_yarn",
-        "deepseek_llama_scaling",
-    }
-    | {"dynamic", "ntk", "mrope", "bailing_mrope", "openpangu", "proportional"}
-)
+_ROPE_KINDS_OF_ANY_LENGTH = {
+    "", "default", "linear", "llama3", "mllama4", "yarn", "deepseek_yarn", "deepseek_llama_scaling",
+    "dynamic", "ntk", "mrope", "bailing_mrope", "openpangu", "proportional",
+}  # fmt: skip
 """Rotary scalings that vLLM computes alike whatever the longest sequence is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One layer's cache as it lies in memory; strides in elements."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,47 @@ class LayerKind:
     cache_dtype: str
 
 
+def regions_of(
+    tensors: Mapping[str, TensorShape],
+    num_blocks: int,
+    kind: MemoryKind = MemoryKind.DRAM,
+    device_index: int = 0,
+) -> list[MemoryRegion]:
+    """Return one region for each run that a block has in each tensor, in the tensors' order.
+
+    A tensor whose first dimension is the blocks is one region; one whose second is (keys and values
+    apart) is as many as its first dimension says. Tensors at one address count once. Raises
+    ``ConfigError`` for a tensor in which a block is not one run of bytes.
+    """
+    regions: list[MemoryRegion] = []
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.address in seen:
+            continue
+        seen.add(tensor.address)
+        for address, shape, strides in _parts(name, tensor, num_blocks):
+            run = _run_elements(shape[1:], strides[1:])
+            per_block = shape[0] // num_blocks
+            if run is None or (per_block > 1 and strides[0] != run):
+                raise ConfigError(
+                    f"a block of layer {name} is not one run of memory: shape {shape}, strides "
+                    f"{strides}"
+                )
+            regions.append(
+                MemoryRegion(
+                    address=address,
+                    block_bytes=run * per_block * tensor.element_bytes,
+                    stride_bytes=strides[0] * per_block * tensor.element_bytes,
+                    num_blocks=num_blocks,
+                    kind=kind,
+                    device_index=device_index,
+                )
+            )
+    if not regions:
+        raise ConfigError("vLLM has given no KV caches")
+    return regions
+
+
 def cache_dtype_name(configured: str, tensor_dtype: str) -> str:
     """Return one name for one kind of cache, whichever way it was asked for."""
     if configured in ("", "auto"):
@@ -55,13 +104,14 @@ def cache_dtype_name(configured: str, tensor_dtype: str) -> str:
     return _FP8_NAMES.get(configured, configured)
 
 
-def tensors_digest(
+def cache_compatibility(
     tensors: Mapping[str, TensorShape],
     kinds: Mapping[str, LayerKind],
     num_blocks: int,
     layout_name: str,
-) -> str:
-    """Return a digest of all KV tensors, in their order, whatever the number of blocks."""
+) -> Compatibility:
+    """Return what peers compare of the KV tensors: by name, and all of it as a digest, in the
+    tensors' order and whatever the number of blocks."""
     described = [
         (
             name,
@@ -73,23 +123,48 @@ def tensors_digest(
         )
         for name, tensor in tensors.items()
     ]
-    return content_digest(json.dumps([layout_name, described]).encode())
-
-
-def cache_compatibility(
-    tensors: Mapping[str, TensorShape],
-    kinds: Mapping[str, LayerKind],
-    num_blocks: int,
-    layout_name: str,
-) -> Compatibility:
-    """Return what peers compare of the KV tensors: by name, and all of it as a digest."""
     return Compatibility(
         attention_backend=_names(kind.backend for kind in kinds.values()),
         instruction_set=_names(kind.instruction_set for kind in kinds.values()),
         kv_cache_layout=layout_name,
         kv_cache_dtype=_names(kind.cache_dtype for kind in kinds.values()),
-        kv_tensors_digest=tensors_digest(tensors, kinds, num_blocks, layout_name),
+        kv_tensors_digest=content_digest(json.dumps([layout_name, described]).encode()),
     )
+
+
+def config_digest(config: Mapping[str, object], more: Sequence[str]) -> str:
+    """Return a digest of a model's effective configuration and of whatever else changes its KV.
+
+    The names of folders and versions in it are left out.
+    """
+    kept = {name: value for name, value in config.items() if name not in _NOT_COMPARED}
+    encoded = json.dumps([kept, list(more)], sort_keys=True, default=str)
+    return hashlib.blake2b(encoded.encode(), digest_size=16).hexdigest()
+
+
+def weights_digest(model: str, revision: str | None) -> str:
+    """Return a digest of the safetensors files in the folder ``model``.
+
+    Files up to 512 MiB are read whole, of larger ones evenly spread samples. A model that is no
+    folder with such files is known by its name and revision.
+    """
+    folder = Path(model)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return f"{model}@{revision or ''}"
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while part := stream.read(_SAMPLE_BYTES):
+                    state.update(part)
+                continue
+            for index in range(_SAMPLES_PER_FILE):
+                stream.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES_PER_FILE - 1))
+                state.update(stream.read(_SAMPLE_BYTES))
+    return state.hexdigest()
 
 
 def rope_max_model_len(config: Mapping[str, object], max_model_len: int) -> int:
@@ -124,6 +199,33 @@ def chat_template_digest(tokenizer: str) -> str:
         return ""
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return content_digest(text.encode())
+
+
+def _parts(
+    name: str, tensor: TensorShape, num_blocks: int
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    shape, strides = tensor.shape, tensor.strides
+    if len(shape) >= 2 and shape[0] >= num_blocks and shape[0] % num_blocks == 0:
+        return [(tensor.address, shape, strides)]
+    if len(shape) >= 3 and shape[1] >= num_blocks and shape[1] % num_blocks == 0:
+        step_bytes = strides[0] * tensor.element_bytes
+        return [
+            (tensor.address + index * step_bytes, shape[1:], strides[1:])
+            for index in range(shape[0])
+        ]
+    raise ConfigError(f"layer {name} has shape {shape}, in which {num_blocks} blocks are not found")
+
+
+def _run_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """How many elements the dimensions span if they are dense, in whatever order; else None."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return expected
 
 
 def _without_blocks(

@@ -1,41 +1,49 @@
-"""What passes between the plugin's halves: orders, answers, and what a step carries.
+"""What passes between the plugin's halves: orders and their answers, steps, figures for metrics.
 
 The scheduler half and the worker half are two processes on a CPU and wherever there are several
 workers, so all of this is serialisable. Orders go over a local socket, in order and at once; what
-belongs to one step travels with vLLM's own step. Blocks in an order were pinned for it by whoever
-sends it (see ``pins``).
+belongs to one step travels with vLLM's own step. Whoever sends an order has pinned its blocks for
+it (see ``pins``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
 import msgspec
 
+from kvferry.blocks.partials import PartialContent
+from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity
+from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 
 Blocks = tuple[BlockNumber, ...]
 
 
-class _Order(msgspec.Struct, frozen=True, tag_field="order", array_like=False):
+class _Order(msgspec.Struct, frozen=True, tag_field="order"):
     """Base of all orders."""
 
 
-class Begin(_Order, frozen=True, tag="begin"):
-    """A request has arrived that is to receive a handoff."""
+class _HandoffOrder(_Order, frozen=True):
+    """Base of those about one request's handoff."""
 
     request_id: RequestId
     transfer_id: TransferId
+
+
+class Begin(_HandoffOrder, frozen=True, tag="begin"):
+    """A request has arrived that is to receive a handoff."""
+
     peer: PeerAddress
-    num_tokens: int
-    digest: bytes
+    prompt: PromptIdentity
     mode: Mode
 
 
-class Fill(_Order, frozen=True, tag="fill"):
+class Fill(_HandoffOrder, frozen=True, tag="fill"):
     """Fill ``blocks`` with the peer's blocks from position ``first_block`` on."""
 
-    request_id: RequestId
-    transfer_id: TransferId
     blocks: Blocks
     first_block: int
 
@@ -47,15 +55,11 @@ class Contact(_Order, frozen=True, tag="contact"):
 
 
 class FillHistory(_Order, frozen=True, tag="fill_history"):
-    """Fill the first of ``blocks`` with what ``peer`` has; fields as of a ``HistoryWish``."""
+    """Fill blocks with what ``peer`` has of them."""
 
     request_id: RequestId
     peer: PeerAddress
-    hashes: tuple[BlockHash, ...]
-    blocks: Blocks
-    tokens: tuple[int, ...]
-    block_size_tokens: int
-    min_blocks: int
+    wanted: HistoryWish
 
 
 class End(_Order, frozen=True, tag="end"):
@@ -65,67 +69,51 @@ class End(_Order, frozen=True, tag="end"):
     needed: bool
 
 
-class Offer(_Order, frozen=True, tag="offer"):
+class Offer(_HandoffOrder, frozen=True, tag="offer"):
     """A prefill is complete: hold its blocks. Answered."""
 
-    transfer_id: TransferId
-    num_tokens: int
-    digest: bytes
+    prompt: PromptIdentity
     blocks: Blocks
 
 
-class BeginSend(_Order, frozen=True, tag="begin_send"):
+class BeginSend(_HandoffOrder, frozen=True, tag="begin_send"):
     """Push: a prefill has its blocks."""
 
-    request_id: RequestId
-    transfer_id: TransferId
-    num_tokens: int
-    digest: bytes
+    prompt: PromptIdentity
 
 
-class AdvanceSend(_Order, frozen=True, tag="advance_send"):
+class AdvanceSend(_HandoffOrder, frozen=True, tag="advance_send"):
     """Push: the KV of ``num_tokens`` leading tokens is complete; ``blocks`` are new since."""
 
-    request_id: RequestId
-    transfer_id: TransferId
     blocks: Blocks
     num_tokens: int
 
 
-class RestartSend(_Order, frozen=True, tag="restart_send"):
+class RestartSend(_HandoffOrder, frozen=True, tag="restart_send"):
     """Push: the prefill was preempted and will have other blocks."""
 
-    request_id: RequestId
-    transfer_id: TransferId
 
-
-class CompleteSend(_Order, frozen=True, tag="complete_send"):
+class CompleteSend(_HandoffOrder, frozen=True, tag="complete_send"):
     """Push: the prefill is complete; ``blocks`` are new since the last order. Answered."""
 
-    request_id: RequestId
-    transfer_id: TransferId
     blocks: Blocks
     first_token_id: int
 
 
-class Withdraw(_Order, frozen=True, tag="withdraw"):
+class Withdraw(_HandoffOrder, frozen=True, tag="withdraw"):
     """Push: the prefill ends without a handoff."""
-
-    request_id: RequestId
-    transfer_id: TransferId
 
 
 class Retain(_Order, frozen=True, tag="retain"):
-    """Let ``blocks`` be found by ``hashes``."""
+    """Let ``blocks`` be found by ``hashes``, none of which is; the last may be ``partial``."""
 
     hashes: tuple[BlockHash, ...]
     blocks: Blocks
-    num_partial_tokens: int = 0
-    """If not 0, the last of them is filled with so many tokens only."""
+    partial: PartialContent | None = None
 
 
 class LetGo(_Order, frozen=True, tag="let_go"):
-    """Undo one ``Retain`` of each of ``hashes``."""
+    """Let ``hashes`` be found no longer."""
 
     hashes: tuple[BlockHash, ...]
 
@@ -156,23 +144,9 @@ class Forget(_Order, frozen=True, tag="forget"):
 
 
 Order = (
-    Begin
-    | Fill
-    | Contact
-    | FillHistory
-    | End
-    | Offer
-    | BeginSend
-    | AdvanceSend
-    | RestartSend
-    | CompleteSend
-    | Withdraw
-    | Retain
-    | LetGo
-    | MakeRoom
-    | NotePool
-    | Forget
-)
+    Begin | Fill | Contact | FillHistory | End | Offer | BeginSend | AdvanceSend | RestartSend
+    | CompleteSend | Withdraw | Retain | LetGo | MakeRoom | NotePool | Forget
+)  # fmt: skip
 ANSWERED = (Offer, CompleteSend, Forget)
 
 
@@ -205,28 +179,12 @@ class FillEnd(msgspec.Struct, frozen=True):
         return self.outcome == "received" and self.num_blocks > 0
 
 
-class Load(msgspec.Struct, frozen=True):
-    """A request that vLLM has parked until its ``blocks`` are filled."""
-
-    request_id: RequestId
-    blocks: Blocks
-
-
-class PartialFill(msgspec.Struct, frozen=True):
-    """A parked request whose last block was filled in part, as vLLM is told of it: not at all."""
-
-    request_id: RequestId
-    num_blocks: int
-    """Full ones, of those that were to be filled."""
-    num_tokens: int
-    """In the block after those."""
-
-
 class StepOrders(msgspec.Struct, frozen=True):
     """Scheduler half → worker half, with one step."""
 
     step: int
-    loads: tuple[Load, ...] = ()
+    loads: dict[RequestId, Blocks] = {}
+    """Requests that vLLM has parked until these blocks are filled."""
     has_forward: bool = False
     pool: PoolFigures = PoolFigures()
     is_waiting: bool = False
@@ -240,10 +198,9 @@ class StepReport(msgspec.Struct, frozen=True):
     returned: Blocks = ()
     """Pins that go back, one entry a pin."""
     ends: tuple[FillEnd, ...] = ()
+    """Failures at once; what was received with the step after which vLLM goes on with it."""
     admitted: tuple[RequestId, ...] = ()
     """Pushes whose prefill has its blocks: they end by themselves."""
-    partials: tuple[PartialFill, ...] = ()
-    """Of the requests that vLLM goes on with after this step."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True):
@@ -252,9 +209,83 @@ class WorkerHello(msgspec.Struct, frozen=True):
     address: PeerAddress
     fingerprint: bytes
     num_blocks: int
+    block_size_tokens: int
     orders_path: str
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+FigureValues = dict[str, float]
+"""Totals since the start, and amounts of now. They cross vLLM's processes as one flat dictionary,
+so a name carries its labels: ``name|label|label``."""
+FIGURES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "receives": (
+        "Receives that ended, by outcome; any but received means recompute",
+        ("mode", "outcome"),
+    ),
+    "transfer_bytes": ("KV bytes received", ("mode",)),
+    "handoffs": ("Handoffs that ended at the holder, by outcome", ("outcome",)),
+    "history_leases": (
+        "Leases of peers that read a conversation back from here, by outcome",
+        ("outcome",),
+    ),
+    "handoffs_held": ("Finished prefills held for a reader", ()),
+    "leased_blocks": ("Blocks that a lease covers", ()),
+    "quarantined_blocks": ("Blocks that a posted transfer may still touch", ()),
+    "retained_blocks": ("Blocks kept for a conversation's next turn", ()),
+    "blind_links": (
+        "Peers on this host whose death could not be proven, and that may write here",
+        (),
+    ),
+}
+"""By name: what it says, and its labels. Those with labels are totals, the others amounts."""
+_OUTCOME_PREFIXES = {"offer_": "handoffs", "history_": "history_leases"}
+
+
+def count_receive(values: Counter[str], end: FillEnd) -> None:
+    """Count in ``values`` that a receive has ended; on several ranks, once for all of them."""
+    values[f"receives|{end.mode}|{end.outcome}"] += 1
+    if end.num_bytes:
+        values[f"transfer_bytes|{end.mode}"] += end.num_bytes
+
+
+def exchange_figures(
+    snapshot: ConnectorSnapshot, num_retained_blocks: int, num_blind_links: int
+) -> FigureValues:
+    """Return what one exchange tells: what it has in hand, and how others' leases ended."""
+    values: FigureValues = {
+        "handoffs_held": snapshot.num_handoffs_held,
+        "leased_blocks": snapshot.num_blocks_leased,
+        "quarantined_blocks": snapshot.num_blocks_quarantined,
+        "retained_blocks": num_retained_blocks,
+        "blind_links": num_blind_links,
+    }
+    for name, count in snapshot.outcomes.items():
+        for prefix, figure in _OUTCOME_PREFIXES.items():
+            if name.startswith(prefix):
+                values[f"{figure}|{name.removeprefix(prefix)}"] = count
+    return values
+
+
+def split_figures(values: Mapping[str, float]) -> Iterator[tuple[str, list[str], float]]:
+    """Yield each figure as its name, its labels and its value; unknown names are left out."""
+    for key, value in values.items():
+        name, *labels = key.split("|")
+        if name in FIGURES and len(FIGURES[name][1]) == len(labels):
+            yield name, labels, value
+
+
+class ChangedFigures:
+    """Figures are told when any has changed, and then all of them."""
+
+    def __init__(self) -> None:
+        self._last: FigureValues = {}
+
+    def take(self, values: FigureValues) -> FigureValues | None:
+        """Return ``values``, or None if they were told already."""
+        if values == self._last:
+            return None
+        self._last = values
+        return values

@@ -26,23 +26,22 @@ class PinnedBlocks:
         self._pool = PoolFigures(num_free_blocks=num_blocks)
         self._num_returned = 0
         """Pins that went back, since the start."""
-        self._untold: deque[int] = deque()
-        """Of the blocks let go that the pool did not have back when it last told: the number of
-        pins that had gone back with each."""
+        self._on_their_way: deque[int] = deque()
+        """One entry for each block that was let go and that vLLM's pool did not have back when it
+        last told: how many pins had gone back by then, since the start."""
         self._lock = threading.Lock()
         self._references: Counter[BlockNumber] = Counter()
         self._pins: Counter[BlockNumber] = Counter()
         self._returned: list[BlockNumber] = []
         self._found: dict[BlockHash, BlockNumber] = {}
-        self._num_retainers: Counter[BlockHash] = Counter()
         self._partials = PartialBlocks()
 
     @property
     def num_free(self) -> int:
         """Blocks of vLLM's pool that nobody has: as it last told, and those let go since, which an
-        idle engine has not taken back yet. For what this instance says of itself."""
+        idle engine has not taken back yet. An instance says it of itself."""
         with self._lock:
-            return min(self.num_blocks, self._pool.num_free_blocks + len(self._untold))
+            return min(self.num_blocks, self._pool.num_free_blocks + len(self._on_their_way))
 
     def note_pool(self, pool: PoolFigures) -> None:
         """vLLM's pool tells of itself; by two ways, so earlier figures may come later."""
@@ -50,14 +49,8 @@ class PinnedBlocks:
             if pool.number < self._pool.number:
                 return
             self._pool = pool
-            while self._untold and self._untold[0] <= pool.num_given_back:
-                self._untold.popleft()
-
-    @property
-    def num_pinned(self) -> int:
-        """Distinct blocks with a pin that was not put aside."""
-        with self._lock:
-            return len(self._pins)
+            while self._on_their_way and self._on_their_way[0] <= pool.num_given_back:
+                self._on_their_way.popleft()
 
     @property
     def num_retained(self) -> int:
@@ -107,48 +100,31 @@ class PinnedBlocks:
         self,
         hashes: Sequence[BlockHash],
         blocks: Sequence[BlockNumber],
-        num_partial_tokens: int = 0,
+        partial: PartialContent | None = None,
     ) -> None:
-        """Let ``blocks``, each pinned once for this, be found by ``hashes``.
-
-        Where a hash is found already, the block that has it stays, and the other's pin goes back.
-        With ``num_partial_tokens`` the last is a partial block after the one before it.
-        """
+        """Let ``blocks``, each pinned once for this, be found by ``hashes``, none of which is yet;
+        the last one is the block of ``partial``, if there is one."""
         with self._lock:
             self._pins.update(blocks)
             self._references.update(blocks)
-            for block_hash, block in zip(hashes, blocks, strict=True):
-                found = self._found.setdefault(block_hash, block)
-                self._num_retainers[block_hash] += 1
-                if found != block:
-                    self._hold([found])
-                    self._drop([block])
-            if num_partial_tokens:
-                parent, block_hash = hashes[-2:]
-                self._partials.add(PartialContent(parent, num_partial_tokens, block_hash))
+            self._found.update(zip(hashes, blocks, strict=True))
+            if partial is not None:
+                self._partials.add(partial)
 
     def let_go(self, hashes: Sequence[BlockHash]) -> None:
-        """Undo one ``retain`` of each of ``hashes``; unknown ones are ignored."""
+        """Undo ``retain`` of ``hashes``; unknown ones are ignored."""
         with self._lock:
-            for block_hash in hashes:
-                block = self._found.get(block_hash)
-                if block is None:
-                    continue
-                self._num_retainers[block_hash] -= 1
-                if self._num_retainers[block_hash] == 0:
-                    del self._num_retainers[block_hash]
-                    del self._found[block_hash]
-                    self._partials.discard(block_hash)
-                self._drop([block])
+            found = [h for h in hashes if h in self._found]
+            for block_hash in found:
+                self._partials.discard(block_hash)
+            self._drop([self._found.pop(block_hash) for block_hash in found])
 
     def forget(self) -> None:
         """Undo every ``retain``: nothing is found any more."""
         with self._lock:
             self._partials.clear()
             found, self._found = self._found, {}
-            num_retainers, self._num_retainers = self._num_retainers, Counter()
-            for block_hash, block in found.items():
-                self._drop([block] * num_retainers[block_hash])
+            self._drop(list(found.values()))
 
     def take_returned(self) -> list[BlockNumber]:
         """Return the blocks whose pins go back, one entry a pin, in the order they were let go."""
@@ -172,4 +148,4 @@ class PinnedBlocks:
                 num_pins = self._pins.pop(block)
                 self._returned += [block] * num_pins
                 self._num_returned += num_pins
-                self._untold.append(self._num_returned)
+                self._on_their_way.append(self._num_returned)

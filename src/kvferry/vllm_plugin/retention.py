@@ -1,32 +1,26 @@
-"""The references that the plugin has in vLLM's pool, and those of them that are retention.
+"""The plugin's references in vLLM's pool: which there are, which of them are retention, and how
+that gives way to what vLLM needs. On the scheduler's thread only: nobody else may touch that pool.
 
-On the scheduler's thread only: nobody else may touch that pool.
+vLLM's pool has no eviction class of its own, so retention here is a reference. It has to give way
+by itself: whoever needs room asks for it, and tails of the oldest conversations go first.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from kvferry.blocks.partials import PartialContent, partial_content
+from kvferry.blocks.partials import partial_content
 from kvferry.clock import Clock
 from kvferry.protocol.hashing import block_hashes
 from kvferry.protocol.ids import BlockHash, BlockNumber
-from kvferry.vllm_plugin.conversations import Hashes, RetainedConversations
-from kvferry.vllm_plugin.orders import (
-    Answer,
-    Blocks,
-    Forget,
-    LetGo,
-    MakeRoom,
-    Order,
-    PoolFigures,
-    Retain,
-    WorkerHello,
-)
+from kvferry.vllm_plugin.orders import Forget, LetGo, MakeRoom, PoolFigures, Retain
+from kvferry.vllm_plugin.request_state import EnginePool, EngineRequest, as_blocks, blocks_for
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.request_state import EnginePool, EngineRequest, as_blocks
+from kvferry.vllm_plugin.worker_link import Workers
 
 MAX_FORGET_TRIES = 50
 _FORGET_STEP_S = 0.005
@@ -34,18 +28,7 @@ _FORGET_STEP_S = 0.005
 fails while they do. The engine stands still meanwhile."""
 _STEPS_TO_COME_BACK = 3
 """Until then, what was given up may still be on its way through a step's report."""
-
-
-class OrderSender(Protocol):
-    """Where orders go."""
-
-    def send(self, order: Order) -> None:
-        """Pass an order on."""
-        ...
-
-    def ask(self, order: Order) -> Answer:
-        """Pass an order on and wait for its answer."""
-        ...
+Hashes = tuple[BlockHash, ...]
 
 
 class PoolReferences:
@@ -53,14 +36,10 @@ class PoolReferences:
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._num_taken = 0
+        self._num_figures = 0
         self._num_given_back = 0
-        self._num_told = 0
-
-    @property
-    def num_taken(self) -> int:
+        self.num_taken = 0
         """References that have not been given back."""
-        return self._num_taken
 
     @property
     def num_free(self) -> int:
@@ -69,38 +48,160 @@ class PoolReferences:
 
     def figures(self, leaving: Sequence[int] = ()) -> PoolFigures:
         """Return the pool's figures once a request has let go of its blocks ``leaving``."""
-        self._num_told += 1
+        self._num_figures += 1
         num_freed = sum(self._pool.blocks[block].ref_cnt == 1 for block in leaving)
-        return PoolFigures(self._num_told, self.num_free + num_freed, self._num_given_back)
+        return PoolFigures(self._num_figures, self.num_free + num_freed, self._num_given_back)
 
     def take(self, blocks: Sequence[BlockNumber]) -> None:
         """Take one on each block."""
-        self._num_taken += len(blocks)
+        self.num_taken += len(blocks)
         self._pool.touch([self._pool.blocks[block] for block in blocks])
 
     def give_back(self, blocks: Sequence[BlockNumber]) -> None:
         """Give one of each block back; tails of a sequence are reused before its head."""
-        self._num_taken -= len(blocks)
+        self.num_taken -= len(blocks)
         self._num_given_back += len(blocks)
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 
-class Retaining:
-    """Retention of finished conversations, as references that give way by themselves."""
+class BlockDemand:
+    """How many blocks of vLLM's pool the requests in service will need soon: the prompts that do
+    not have all their blocks yet, those that wait and those in chunks. Pure."""
 
-    def __init__(  # noqa: PLR0913 - every part it works with
-        self,
-        settings: PluginSettings,
-        hello: WorkerHello,
-        block_size_tokens: int,
-        clock: Clock,
-        orders: OrderSender,
-        references: PoolReferences,
-    ) -> None:
+    def __init__(self, block_size_tokens: int) -> None:
         self._block_size = block_size_tokens
-        self._orders = orders
+        self._waiting: dict[str, EngineRequest] = {}
+        self._growing: dict[str, EngineRequest] = {}
+
+    def arrive(self, request: EngineRequest) -> None:
+        """A request has arrived."""
+        self._waiting[request.request_id] = request
+
+    def admit(self, request: EngineRequest) -> None:
+        """A request has its first blocks."""
+        if self._waiting.pop(request.request_id, None) is not None:
+            self._growing[request.request_id] = request
+
+    def preempt(self, request_id: str) -> None:
+        """A request has lost its blocks and waits again, if it is one whose prompt is known."""
+        request = self._growing.pop(request_id, None)
+        if request is not None:
+            self._waiting[request_id] = request
+
+    def end(self, request_id: str) -> None:
+        """A request has ended."""
+        self._waiting.pop(request_id, None)
+        self._growing.pop(request_id, None)
+
+    def num_running_blocks(self) -> int:
+        """Blocks that prompts which are computed in chunks still lack."""
+        return sum(self._lacking(request) for request in self._growing.values())
+
+    def num_waiting_blocks(self) -> int:
+        """Blocks of the largest prompt that waits."""
+        return max((self._lacking(request) for request in self._waiting.values()), default=0)
+
+    def _lacking(self, request: EngineRequest) -> int:
+        num_tokens = len(request.all_token_ids)
+        num_computed = min(request.num_computed_tokens, num_tokens)
+        size = self._block_size
+        return blocks_for(num_tokens, size) - blocks_for(num_computed, size)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    hashes: list[BlockHash]
+    """Of its retained leading blocks, never none."""
+    ends_at_s: float
+
+
+class RetainedConversations:
+    """Conversations by the hashes of their blocks, least recently retained first. Pure."""
+
+    def __init__(self, max_blocks: int, duration_s: float, clock: Clock) -> None:
+        self._max_blocks = max_blocks
+        self._duration_s = duration_s
+        self._clock = clock
+        self._by_last: OrderedDict[BlockHash, _Conversation] = OrderedDict()
+        """By the hash of their last full block."""
+        self._cover: Counter[BlockHash] = Counter()
+        self._next_end_s = math.inf
+        """No conversation ends before: most steps need not look at any."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct retained blocks."""
+        return len(self._cover)
+
+    def add(
+        self, hashes: Sequence[BlockHash], duration_s: float | None, *, has_partial: bool = False
+    ) -> tuple[range, Hashes]:
+        """Retain a conversation so far; ``has_partial``: its last block is filled in part.
+
+        Returns which of its blocks were not retained before and are now, and the hashes to let go
+        of: of its earlier turns, and of what is beyond the cap. ``duration_s`` may shorten the
+        time; 0 ends the conversation.
+        """
+        lasts_s = self._duration_s if duration_s is None else min(duration_s, self._duration_s)
+        earlier = [block_hash for block_hash in hashes if block_hash in self._by_last]
+        kept = list(hashes[: self._max_blocks]) if lasts_s > 0 else []
+        # A block is retained only with all that are before it.
+        num_known = sum(block_hash in self._cover for block_hash in kept)
+        self._cover.update(kept)
+        leaving = [block_hash for last_hash in earlier for block_hash in self._end(last_hash)]
+        if kept:
+            ends_at_s = self._clock.monotonic_s() + lasts_s
+            self._next_end_s = min(self._next_end_s, ends_at_s)
+            last_full = hashes[-2 if has_partial else -1]
+            self._by_last[last_full] = _Conversation(kept, ends_at_s)
+        leaving += self.give_way(self.num_blocks - self._max_blocks)
+        return range(num_known, len(kept)), tuple(leaving)
+
+    def expire(self) -> Hashes:
+        """End what is past its time; return the hashes to let go of."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._next_end_s:
+            return ()
+        over = [last for last, c in self._by_last.items() if c.ends_at_s <= now_s]
+        leaving = tuple(block_hash for last in over for block_hash in self._end(last))
+        self._next_end_s = min((c.ends_at_s for c in self._by_last.values()), default=math.inf)
+        return leaving
+
+    def give_way(self, num_blocks: int) -> Hashes:
+        """Return hashes to let go of, so that ``num_blocks`` fewer blocks are retained."""
+        leaving: list[BlockHash] = []
+        max_left = self.num_blocks - num_blocks
+        while self._by_last and self.num_blocks > max_left:
+            last_hash, oldest = next(iter(self._by_last.items()))
+            leaving += self._uncover([oldest.hashes.pop()])
+            if not oldest.hashes:
+                del self._by_last[last_hash]
+        return tuple(leaving)
+
+    def _end(self, last_hash: BlockHash) -> list[BlockHash]:
+        return self._uncover(reversed(self._by_last.pop(last_hash).hashes))
+
+    def _uncover(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """One conversation less has ``hashes``; return those that none has any more."""
+        leaving = []
+        for block_hash in hashes:
+            self._cover[block_hash] -= 1
+            if not self._cover[block_hash]:
+                del self._cover[block_hash]
+                leaving.append(block_hash)
+        return leaving
+
+
+class Retention:
+    """Finished conversations, kept by references that give way by themselves."""
+
+    def __init__(
+        self, settings: PluginSettings, workers: Workers, references: PoolReferences, clock: Clock
+    ) -> None:
+        self._block_size = workers.hello.block_size_tokens
+        self._workers = workers
         self._references = references
-        max_blocks = int(settings.max_retained_share * hello.num_blocks)
+        max_blocks = int(settings.max_retained_share * workers.hello.num_blocks)
         self._retained = RetainedConversations(max_blocks, settings.retention_s, clock)
         self._is_on = settings.retention_s > 0
         self._num_steps_to_wait = 0
@@ -110,7 +211,7 @@ class Retaining:
         request: EngineRequest,
         root: BlockHash,
         block_ids: Sequence[int],
-        duration_s: float | None,
+        duration_s: float | None = None,
     ) -> None:
         """A request that has answered ends: keep its blocks, prompt and answer, the last one too
         if it is filled in part; but nothing of less than a block."""
@@ -127,22 +228,19 @@ class Retaining:
         hashes = block_hashes(root, tokens[:num_in_full], self._block_size)
         rest = tokens[num_in_full:num_computed] if num_full < len(block_ids) else ()
         partial = partial_content(hashes[-1], rest) if rest else None
-        num_kept, leaving = self._retained.add(
-            hashes, duration_s, partial.block_hash if partial else None
-        )
-        if num_kept:
-            self._send_retain(hashes, partial, as_blocks(block_ids[:num_kept]))
+        if partial is not None:
+            hashes.append(partial.block_hash)
+        has_partial = partial is not None
+        new, leaving = self._retained.add(hashes, duration_s, has_partial=has_partial)
+        if new:
+            blocks = as_blocks(block_ids[new.start : new.stop])
+            self._references.take(blocks)
+            is_whole = new.stop == len(hashes)
+            order = Retain(
+                tuple(hashes[new.start : new.stop]), blocks, partial if is_whole else None
+            )
+            self._workers.send(order)
         self._let_go(leaving)
-
-    def _send_retain(
-        self, hashes: Sequence[BlockHash], partial: PartialContent | None, blocks: Blocks
-    ) -> None:
-        self._references.take(blocks)
-        if partial is not None and len(blocks) > len(hashes):
-            order = Retain((*hashes, partial.block_hash), blocks, partial.num_tokens)
-        else:
-            order = Retain(tuple(hashes[: len(blocks)]), blocks)
-        self._orders.send(order)
 
     def keep_room(self, num_running_blocks: int, num_waiting_blocks: int) -> None:
         """Retention, then unread handoffs, give way to what runs and to the largest prompt.
@@ -158,20 +256,20 @@ class Retaining:
         leaving = self._retained.give_way(short)
         self._let_go(leaving)
         if num_waiting_blocks and len(leaving) < short:
-            self._orders.send(MakeRoom(short - len(leaving)))
+            self._workers.send(MakeRoom(short - len(leaving)))
 
     def forget(self) -> None:
         """Retain, offer and send nothing of what the pool holds; take all references back.
 
         What a peer goes on reading is left to come back by itself.
         """
-        self._retained.clear()
+        self._retained.give_way(self._retained.num_blocks)
         for _ in range(MAX_FORGET_TRIES):
-            self._references.give_back(self._orders.ask(Forget()).returned)
+            self._references.give_back(self._workers.ask(Forget()).returned)
             if not self._references.num_taken:
                 return
             time.sleep(_FORGET_STEP_S)
 
     def _let_go(self, hashes: Hashes) -> None:
         if hashes:
-            self._orders.send(LetGo(hashes))
+            self._workers.send(LetGo(hashes))

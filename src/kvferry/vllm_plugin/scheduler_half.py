@@ -6,154 +6,113 @@ Decides nothing about peers: the exchange, in the worker half's process, does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.clock import Clock
+from kvferry.connector.wish import HistoryWish
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import get_logger
-from kvferry.protocol.hashing import block_hashes
-from kvferry.protocol.ids import RequestId, TransferId
-from kvferry.protocol.params import Mode, Role
+from kvferry.protocol.hashing import block_hashes, chain_root
+from kvferry.protocol.ids import BlockHash, RequestId
+from kvferry.protocol.params import KvTransferParams, Role, emit_params
+from kvferry.vllm_plugin import orders
 from kvferry.vllm_plugin.adapters import AdapterContents
-from kvferry.vllm_plugin.block_demand import BlockDemand
-from kvferry.vllm_plugin.orders import (
-    AdvanceSend,
-    Answer,
-    Begin,
-    BeginSend,
-    Blocks,
-    CompleteSend,
-    Contact,
-    End,
-    Fill,
-    FillEnd,
-    FillHistory,
-    Load,
-    NotePool,
-    Offer,
-    PartialFill,
-    RestartSend,
-    StepOrders,
-    StepReport,
-    Withdraw,
-    WorkerHello,
-)
-from kvferry.vllm_plugin.retention import OrderSender, PoolReferences, Retaining
-from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.request_state import (
-    BlockIds,
-    EnginePool,
+    EngineCache,
     EngineRequest,
-    PushSteps,
-    Roots,
-    StepFacts,
     RequestState,
     as_blocks,
-    end_after_first_token,
-    track,
+    blocks_for,
     transfer_of,
 )
+from kvferry.vllm_plugin.retention import BlockDemand, PoolReferences, Retention
+from kvferry.vllm_plugin.settings import PluginSettings
+from kvferry.vllm_plugin.worker_link import Workers
 
 _log = get_logger(__name__)
 
 
 class SchedulerHalf:
-    """All requests of one engine. ``join`` comes before the first request."""
+    """All requests of one engine. Made once the worker halves and vLLM's cache are there."""
 
     def __init__(
         self,
         settings: PluginSettings,
-        block_size_tokens: int,
-        clock: Clock,
         adapters: AdapterContents,
+        workers: Workers,
+        cache: EngineCache,
+        clock: Clock,
     ) -> None:
-        self._settings = settings
         self._adapters = adapters
-        self._block_size = block_size_tokens
+        self._workers = workers
+        self._cache = cache
         self._clock = clock
-        self._tracked: dict[str, RequestState] = {}
-        self._registered: dict[str, RequestState] = {}
-        """Those with blocks that a peer may write into."""
-        self._demand = BlockDemand(block_size_tokens)
-        self._loads: list[Load] = []
+        self._block_size = workers.hello.block_size_tokens
+        self._threshold_tokens = settings.recompute_threshold_tokens
+        self._max_reserved_blocks = int(settings.max_registered_share * workers.hello.num_blocks)
+        self._requests: dict[str, RequestState] = {}
+        """Those with transfer parameters that have not ended."""
+        self._reserved: dict[str, int] = {}
+        """Blocks for pushes: reserved, idle until the peer's prefill is admitted; by request."""
+        self._pushed_steps: deque[tuple[int, RequestState, int]] = deque()
+        """Steps whose output is not there yet: number, a prefill that is pushed, and how many of
+        its tokens are computed then."""
+        self._demand = BlockDemand(self._block_size)
+        self._references = PoolReferences(cache.block_pool)
+        self._retention = Retention(settings, workers, self._references, clock)
+        self._loads: dict[RequestId, orders.Blocks] = {}
         self._is_waiting = False
         self._step = 0
-        self._push_steps = PushSteps()
-
-    def join(
-        self, hello: WorkerHello, orders: OrderSender, pool: EnginePool, block_ids: BlockIds
-    ) -> None:
-        """Everything is there: the worker half, and vLLM's pool."""
-        self._hello = hello
-        self._roots = Roots(hello.fingerprint, self._adapters)
-        self._orders = orders
-        self._block_ids = block_ids
-        self._references = PoolReferences(pool)
-        self._retaining = Retaining(
-            self._settings, hello, self._block_size, self._clock, orders, self._references
-        )
-
-    @property
-    def num_tracked(self) -> int:
-        """Requests with transfer parameters that have not ended."""
-        return len(self._tracked)
-
-    def is_tracked(self, request_id: RequestId) -> bool:
-        """Whether a request with transfer parameters is known and has not ended."""
-        return request_id in self._tracked
+        self._receives: Counter[str] = Counter()
+        """How receives have ended, as figures."""
 
     # -- vLLM's hooks -------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, *, is_supported: bool) -> None:
         """A request has arrived; ``is_supported``: it is tokens, and nothing else."""
-        tokens = request.prompt_token_ids
-        if tokens is None or not is_supported:
+        if request.prompt_token_ids is None or not is_supported:
             return
         self._demand.arrive(request)
         # Asked of plain ones, too: their KV is what vLLM's own cache gives to later ones.
-        root, transfer = self._roots.of(request), transfer_of(request)
+        root, transfer = self._root_of(request), transfer_of(request)
         if transfer is None:
             return
-        state = track(request, transfer, root)
-        self._tracked[request.request_id] = state
-        if transfer.role is Role.PREFILL:
-            end_after_first_token(request)
-            if transfer.history is not None and state.is_exchanged:
-                state.wants_history = True
-                self._orders.send(Contact(transfer.history))
-            return
-        if transfer.peer is None:
+        state = RequestState.of(request, transfer, root)
+        self._requests[request.request_id] = state
+        if state.is_prefill:
+            # The answer is decode's, and one token tells that the prompt is complete.
+            request.max_tokens = 1
+            if request.sampling_params is not None:
+                request.sampling_params.min_tokens = 0
+            if transfer.history is not None and root is not None:
+                state.wants_fill = True
+                self._workers.send(orders.Contact(transfer.history))
+        elif transfer.peer is None:
             raise LocalProtocolError("role decode without a peer")
-        if not state.is_exchanged:
-            return
-        state.wants_receive = state.has_begun = True
-        ids, prompt = (state.request_id, transfer.transfer_id), state.identity
-        digest, mode = prompt.digest, transfer.mode
-        self._orders.send(Begin(*ids, transfer.peer, prompt.num_tokens, digest, mode))
+        elif root is not None:
+            state.wants_fill = state.has_begun = True
+            self._workers.send(orders.Begin(*state.ids, transfer.peer, state.prompt, transfer.mode))
 
     def count_external(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond the local ones a peer is to fill. Safe to repeat.
 
         None: ask again, since the pool's share for pushes that may never come is taken.
         """
-        state = self._tracked.get(request.request_id)
+        state = self._requests.get(request.request_id)
         if state is None:
             return 0
-        state.sources.num_cached_tokens = num_computed_tokens
-        num_tokens = state.num_prompt_tokens
-        if not (state.wants_history or state.wants_receive):
+        state.num_cached_tokens = num_computed_tokens
+        if not state.wants_fill:
             return 0
-        if state.wants_history:
-            # The last token is always computed, for its logits.
-            num_tokens -= 1
-        missing = worth = num_tokens - num_computed_tokens
-        if state.wants_history:
+        missing = worth = state.num_fillable_tokens - num_computed_tokens
+        if state.is_prefill:
             # Whether a peer has a partial block is known late: it is not counted on.
-            worth -= num_tokens % self._block_size
-        if worth < max(1, self._settings.recompute_threshold_tokens):
+            worth -= state.num_fillable_tokens % self._block_size
+        if worth < max(1, self._threshold_tokens):
             return 0
-        if not self._may_register(state, missing):
+        if not self._may_reserve(state, missing):
             self._is_waiting = True
             return None
         return missing
@@ -163,55 +122,57 @@ class SchedulerHalf:
     ) -> None:
         """A request has its blocks; ``num_external_tokens`` of its tokens are to be filled."""
         self._demand.admit(request)
-        state = self._tracked.get(request.request_id)
+        state = self._requests.get(request.request_id)
         if state is None:
             return
-        if state.is_pushed_prefill and not state.is_sending:
-            self._begin_send(state)
-        state.sources.began_s = self._clock.monotonic_s()
-        wanted_receive, wanted_history = state.wants_receive, state.wants_history
-        state.wants_receive = state.wants_history = False
-        if num_external_tokens > 0 and wanted_receive:
+        if state.is_prefill and state.is_push and not state.is_sending:
+            state.is_sending = True
+            self._workers.send(orders.BeginSend(*state.ids, state.prompt))
+        state.began_s = self._clock.monotonic_s()
+        wants_fill, state.wants_fill = state.wants_fill, False
+        if wants_fill and num_external_tokens > 0:
             self._fill(state, block_ids, num_external_tokens)
-        elif num_external_tokens > 0 and wanted_history:
-            self._fill_history(state, block_ids, num_external_tokens)
-        elif wanted_receive:
+        elif wants_fill and not state.is_prefill:
             self._end_receive(state, needed=False)
 
-    def plan_step(self, facts: StepFacts) -> StepOrders:
+    def plan_step(
+        self, num_scheduled_tokens: Mapping[str, int], preempted: Collection[str] = ()
+    ) -> orders.StepOrders:
         """vLLM has planned a step; return what goes to the worker half with it."""
         self._step += 1
-        for request_id in facts.preempted:
+        for request_id in preempted:
             self._demand.preempt(request_id)
-            state = self._tracked.get(request_id)
+            state = self._requests.get(request_id)
             if state is not None and state.is_sending:
-                state.restart_sending()
-                self._orders.send(RestartSend(state.request_id, state.transfer.transfer_id))
-        for request_id, count in facts.num_scheduled_tokens.items():
-            state = self._tracked.get(request_id)
+                self._restart_sending(state)
+                self._workers.send(orders.RestartSend(*state.ids))
+        for request_id, num_scheduled in num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
             if state is not None and state.is_sending:
-                self._push_steps.plan(self._step, state, count)
-        num_running = len(facts.num_scheduled_tokens) + self._demand.num_running_blocks()
-        self._retaining.keep_room(num_running, self._demand.num_waiting_blocks())
-        loads, self._loads = tuple(self._loads), []
-        has_forward = bool(facts.num_scheduled_tokens)
+                num_tokens = state.request.num_computed_tokens + num_scheduled
+                self._pushed_steps.append((self._step, state, num_tokens))
+        num_running = len(num_scheduled_tokens) + self._demand.num_running_blocks()
+        self._retention.keep_room(num_running, self._demand.num_waiting_blocks())
+        loads, self._loads = self._loads, {}
         is_waiting, self._is_waiting = self._is_waiting, False
         pool = self._references.figures()
-        return StepOrders(self._step, loads, has_forward, pool, is_waiting)
+        return orders.StepOrders(self._step, loads, bool(num_scheduled_tokens), pool, is_waiting)
 
-    def note_step_done(self, report: StepReport) -> None:
-        """A step's output is there: its KV is complete, and so are the steps' before it."""
+    def note_step_done(self, reports: Mapping[int, orders.StepReport]) -> None:
+        """A step's output is there, with its reports by rank: its KV is complete, and so is that of
+        the steps before it."""
+        report = self._workers.join(reports, self._requests)
         self._references.give_back(report.returned)
         for end in report.ends:
             self._note_end(end)
         for request_id in report.admitted:
-            admitted = self._tracked.get(request_id)
+            admitted = self._requests.get(request_id)
             if admitted is not None:
                 admitted.is_peer_at_work = True
-        for partial in report.partials:
-            self._count_partial(partial)
-        for state, num_tokens in self._push_steps.take_done(report.step):
-            if state.request_id in self._tracked:
+                self._reserved.pop(request_id, None)
+        while self._pushed_steps and self._pushed_steps[0][0] <= report.step:
+            _, state, num_tokens = self._pushed_steps.popleft()
+            if state.is_sending:
                 self._advance(state, num_tokens)
 
     def finish(
@@ -221,31 +182,17 @@ class SchedulerHalf:
 
         ``ended_well``: it was not aborted, and has not failed.
         """
-        params = self._end(request, block_ids, ended_well=ended_well)
-        # vLLM lets go of the blocks now, and an idle engine makes no step that would tell so.
-        self._orders.send(NotePool(self._references.figures(block_ids)))
-        return params
-
-    def _end(
-        self, request: EngineRequest, block_ids: Sequence[int], *, ended_well: bool
-    ) -> dict[str, Any] | None:
         self._demand.end(request.request_id)
-        state = self._tracked.pop(request.request_id, None)
-        self._registered.pop(request.request_id, None)
+        state = self._requests.pop(request.request_id, None)
         # Asked again: while it ran, other weights may have come in the place of its adapter's.
-        root = self._roots.of(request)
-        if state is None:
-            if root is not None:
-                self._retaining.retain(request, root, block_ids, None)
-            return None
-        if state.has_begun:
-            self._end_receive(state, needed=True)
-        is_sure = root == state.root
-        if state.transfer.role is Role.PREFILL:
-            return self._hand_over(state, block_ids, ended_well=ended_well and is_sure)
-        if is_sure and not state.is_loading:
-            self._retaining.retain(request, state.root, block_ids, state.transfer.retention_s)
-        return None
+        root, params = self._root_of(request), None
+        if state is not None:
+            params = self._end(state, root, block_ids, ended_well=ended_well)
+        elif root is not None:
+            self._retention.retain(request, root, block_ids)
+        # vLLM lets go of the blocks now, and an idle engine makes no step that would tell so.
+        self._workers.send(orders.NotePool(self._references.figures(block_ids)))
+        return params
 
     def forget_content(self) -> None:
         """The pool's content is void: nothing of it is retained, handed over or sent any more.
@@ -253,143 +200,167 @@ class SchedulerHalf:
         A push that runs ends with it, and its receiver computes. What nobody reads is free
         afterwards; what a peer reads at this moment is for a bounded time.
         """
-        for state in self._tracked.values():
+        for state in self._requests.values():
             if state.is_sending:
-                state.stop_sending()
-        self._retaining.forget()
+                # It begins anew if the request gets blocks again.
+                state.is_sending = False
+                self._restart_sending(state)
+        self._retention.forget()
+
+    def figures(self) -> orders.FigureValues:
+        """Return how receives have ended; those of several ranks together."""
+        return dict(self._receives)
 
     # -- receiving ----------------------------------------------------------------------------
 
     def _fill(self, state: RequestState, block_ids: Sequence[int], num_tokens: int) -> None:
-        first = (state.num_prompt_tokens - num_tokens) // self._block_size
-        blocks = as_blocks(block_ids[first : self._blocks_for(state.num_prompt_tokens)])
+        num_fillable = state.num_fillable_tokens
+        first = (num_fillable - num_tokens) // self._block_size
+        blocks = as_blocks(block_ids[first : self._blocks_for(num_fillable)])
         self._references.take(blocks)
-        self._park(state, blocks)
-        if state.transfer.mode is Mode.PUSH:
-            state.num_registered_blocks = len(blocks)
-            self._registered[state.request_id] = state
-        self._orders.send(Fill(state.request_id, state.transfer.transfer_id, blocks, first))
+        state.is_loading = True
+        state.first_filled_block = first
+        self._loads[state.request_id] = blocks
+        if state.is_prefill:
+            state.has_begun = True
+            self._workers.send(self._history_order(state, blocks))
+            return
+        if state.is_push and not state.is_peer_at_work:
+            self._reserved[state.request_id] = len(blocks)
+        self._workers.send(orders.Fill(*state.ids, blocks, first))
 
-    def _fill_history(self, state: RequestState, block_ids: Sequence[int], num_tokens: int) -> None:
-        holder = state.transfer.history
+    def _history_order(self, state: RequestState, blocks: orders.Blocks) -> orders.FillHistory:
+        holder, first = state.transfer.history, state.first_filled_block
         if holder is None:
             raise LocalProtocolError("a history without a holder")
-        num_usable = state.num_prompt_tokens - 1
-        first = (num_usable - num_tokens) // self._block_size
-        tokens = (state.request.prompt_token_ids or [])[:num_usable]
-        hashes = block_hashes(state.root, tokens, self._block_size)[first:]
-        blocks = as_blocks(block_ids[first : self._blocks_for(num_usable)])
-        self._references.take(blocks)
-        self._park(state, blocks)
-        state.has_begun = True
-        state.first_filled_block = first
-        min_blocks = max(1, self._blocks_for(self._settings.recompute_threshold_tokens))
-        self._orders.send(
-            FillHistory(
-                request_id=state.request_id,
-                peer=holder,
-                hashes=tuple(hashes),
-                blocks=blocks,
-                tokens=tuple(tokens[first * self._block_size :]),
-                block_size_tokens=self._block_size,
-                min_blocks=min(min_blocks, len(hashes)),
-            )
+        tokens = (state.request.prompt_token_ids or [])[: state.num_fillable_tokens]
+        hashes = tuple(block_hashes(state.root, tokens, self._block_size)[first:])
+        wanted = HistoryWish(
+            hashes=hashes,
+            blocks=blocks,
+            tokens=tuple(tokens[first * self._block_size :]),
+            block_size_tokens=self._block_size,
+            min_blocks=min(max(1, self._blocks_for(self._threshold_tokens)), len(hashes)),
         )
+        return orders.FillHistory(state.request_id, holder, wanted)
 
-    def _count_partial(self, partial: PartialFill) -> None:
-        """vLLM counts whole blocks; the tokens in the next one are there too."""
-        state = self._tracked.get(partial.request_id)
-        if state is None:
-            return
-        num_counted = (state.first_filled_block + partial.num_blocks) * self._block_size
-        # Anything else would be another state than that of a request which is filled in part.
-        if state.request.num_computed_tokens == num_counted:
-            state.request.num_computed_tokens += partial.num_tokens
-
-    def _may_register(self, state: RequestState, num_tokens: int) -> bool:
+    def _may_reserve(self, state: RequestState, num_tokens: int) -> bool:
         """Whether blocks for ``num_tokens`` may be set aside for this request's peer to fill."""
-        is_push = state.wants_receive and state.transfer.mode is Mode.PUSH
-        if not is_push or state.is_peer_at_work:
+        if state.is_prefill or not state.is_push or state.is_peer_at_work:
             return True
-        waiting = sum(t.num_waiting_registered_blocks for t in self._registered.values())
-        max_blocks = int(self._settings.max_registered_share * self._hello.num_blocks)
-        return waiting + self._blocks_for(num_tokens) <= max_blocks
-
-    def _park(self, state: RequestState, blocks: Blocks) -> None:
-        state.is_loading = True
-        self._loads.append(Load(state.request_id, blocks))
+        num_blocks = sum(self._reserved.values()) + self._blocks_for(num_tokens)
+        return num_blocks <= self._max_reserved_blocks
 
     def _end_receive(self, state: RequestState, *, needed: bool) -> None:
         state.has_begun = False
-        self._orders.send(End(state.request_id, needed))
+        self._workers.send(orders.End(state.request_id, needed))
 
-    def _note_end(self, end: FillEnd) -> None:
-        state = self._tracked.get(end.request_id)
-        if state is not None:
-            state.is_loading = False
-            state.num_registered_blocks = 0
-            self._registered.pop(end.request_id, None)
-            if not end.is_received:
-                # A push may fail before its request has blocks: it need not be parked for that.
-                state.wants_receive = False
-            if state.transfer.role is Role.PREFILL:
-                now_s = self._clock.monotonic_s()
-                state.sources.note_read_back(end, self._block_size, now_s)
+    def _note_end(self, end: orders.FillEnd) -> None:
+        orders.count_receive(self._receives, end)
         if not end.is_received:
             _log.warning("receive of %s: %s %s", end.request_id, end.outcome, end.detail)
+        self._reserved.pop(end.request_id, None)
+        state = self._requests.get(end.request_id)
+        if state is None:
+            return
+        state.is_loading = False
+        if not end.is_received:
+            # A push may fail before its request has blocks: it need not be parked for that.
+            state.wants_fill = False
+        if state.is_prefill:
+            self._note_read_back(state, end)
+
+    def _note_read_back(self, state: RequestState, end: orders.FillEnd) -> None:
+        now_s = self._clock.monotonic_s()
+        state.read_back = end
+        state.read_back_s, state.began_s = now_s - state.began_s, now_s
+        # vLLM counts whole blocks; the tokens in the next one are there too. With any other count
+        # the request is not in the state of one that is filled in part.
+        num_counted = (state.first_filled_block + end.num_blocks) * self._block_size
+        if end.is_received and state.request.num_computed_tokens == num_counted:
+            state.request.num_computed_tokens += end.num_partial_tokens
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _begin_send(self, state: RequestState) -> None:
-        state.is_sending = True
-        ids, prompt = (state.request_id, state.transfer.transfer_id), state.identity
-        self._orders.send(BeginSend(*ids, prompt.num_tokens, prompt.digest))
-
     def _advance(self, state: RequestState, num_tokens: int) -> None:
-        num_full = min(num_tokens, state.num_prompt_tokens) // self._block_size
-        new = as_blocks(self._block_ids(state.request.request_id))[
-            state.num_sent_blocks : num_full
-        ]
-        if not new:
-            return
-        self._references.take(new)
-        state.num_sent_blocks += len(new)
-        self._orders.send(
-            AdvanceSend(state.request_id, state.transfer.transfer_id, new, num_tokens)
-        )
+        num_full = min(num_tokens, state.prompt.num_tokens) // self._block_size
+        block_ids = self._cache.get_block_ids(state.request_id)[0]
+        new = as_blocks(block_ids[state.num_sent_blocks : num_full])
+        if new:
+            self._references.take(new)
+            state.num_sent_blocks += len(new)
+            self._workers.send(orders.AdvanceSend(*state.ids, new, num_tokens))
+
+    def _restart_sending(self, state: RequestState) -> None:
+        """What was computed so far is void, in steps that are under way too."""
+        state.num_sent_blocks = 0
+        self._pushed_steps = deque(step for step in self._pushed_steps if step[1] is not state)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        state: RequestState,
+        root: BlockHash | None,
+        block_ids: Sequence[int],
+        *,
+        ended_well: bool,
+    ) -> dict[str, Any] | None:
+        self._reserved.pop(state.request_id, None)
+        state.is_sending = False
+        if state.has_begun:
+            self._end_receive(state, needed=True)
+        is_certain = root == state.root
+        if state.is_prefill:
+            return self._hand_over(state, block_ids, ended_well=ended_well and is_certain)
+        if is_certain and not state.is_loading:
+            self._retention.retain(state.request, state.root, block_ids, state.transfer.retention_s)
+        return None
 
     def _hand_over(
         self, state: RequestState, block_ids: Sequence[int], *, ended_well: bool
     ) -> dict[str, Any] | None:
-        transfer, num_tokens = state.transfer, state.num_prompt_tokens
-        blocks = as_blocks(block_ids[: self._blocks_for(num_tokens)])
-        is_complete = (
-            len(blocks) == self._blocks_for(num_tokens)
-            and len(state.request.all_token_ids) > num_tokens
-        )
+        num_tokens, num_blocks = state.prompt.num_tokens, self._blocks_for(state.prompt.num_tokens)
+        blocks = as_blocks(block_ids[:num_blocks])
+        is_complete = len(blocks) == num_blocks and len(state.request.all_token_ids) > num_tokens
         if not (ended_well and is_complete):
-            if state.is_pushed_prefill:
-                self._orders.send(Withdraw(state.request_id, transfer.transfer_id))
+            if state.is_push:
+                self._workers.send(orders.Withdraw(*state.ids))
             return None
         answer = self._offer(state, blocks)
         if answer.error:
             _log.warning("handoff of %s: %s", state.request_id, answer.error)
             return None
-        now_s = self._clock.monotonic_s()
-        return state.offered(self._hello.address, answer.lease_s, now_s)
-
-    def _offer(self, state: RequestState, blocks: Blocks) -> Answer:
-        transfer_id: TransferId = state.transfer.transfer_id
-        if state.is_pushed_prefill:
-            new = blocks[state.num_sent_blocks :]
-            self._references.take(new)
-            first_token_id = state.request.all_token_ids[state.num_prompt_tokens]
-            return self._orders.ask(
-                CompleteSend(state.request_id, transfer_id, new, first_token_id)
+        return emit_params(
+            KvTransferParams(
+                transfer_id=state.transfer.transfer_id,
+                role=Role.DECODE,
+                mode=state.transfer.mode,
+                peer=self._workers.hello.address,
+                num_prompt_tokens=num_tokens,
+                lease_s=answer.lease_s,
+                prefill_report=state.report(self._block_size, self._clock.monotonic_s()),
             )
-        self._references.take(blocks)
-        identity = state.identity
-        return self._orders.ask(Offer(transfer_id, identity.num_tokens, identity.digest, blocks))
+        )
+
+    def _offer(self, state: RequestState, blocks: orders.Blocks) -> orders.Answer:
+        new = blocks[state.num_sent_blocks :]
+        self._references.take(new)
+        if not state.is_push:
+            return self._workers.ask(orders.Offer(*state.ids, state.prompt, new))
+        first_token_id = state.request.all_token_ids[state.prompt.num_tokens]
+        return self._workers.ask(orders.CompleteSend(*state.ids, new, first_token_id))
+
+    def _root_of(self, request: EngineRequest) -> BlockHash | None:
+        """Return where the request's chain of block hashes begins: layout, salt, an adapter's
+        content. None while it is not certain with whose weights it is computed."""
+        adapter, digest = request.lora_request, ""
+        if adapter is not None:
+            digest = self._adapters.digest(adapter)
+            if not digest:
+                return None
+        fingerprint = self._workers.hello.fingerprint
+        return chain_root(fingerprint, salt=request.cache_salt or "", lora=digest)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return blocks_for(num_tokens, self._block_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
+@dataclass
 class FakeAdapter:
     lora_path: str
     lora_name: str = "a"

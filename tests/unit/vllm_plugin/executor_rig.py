@@ -15,8 +15,8 @@ from kvferry.connector.ports import (
 from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.vllm_plugin.order_executor import OrderExecutor
 from kvferry.vllm_plugin.pins import PinnedBlocks
+from kvferry.vllm_plugin.worker_half import OrderExecutor
 from tests.unit.vllm_plugin.fake_engine import PEER
 
 

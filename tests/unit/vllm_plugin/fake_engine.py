@@ -11,11 +11,12 @@ from kvferry.protocol.params import PeerAddress
 from kvferry.vllm_plugin.adapters import Adapter
 from kvferry.vllm_plugin.orders import Answer, NotePool, Order, PoolFigures, WorkerHello
 from kvferry.vllm_plugin.request_state import PoolBlock, Sampling
+from kvferry.vllm_plugin.worker_link import OrderClient
 
 BLOCK = 4
 PEER = PeerAddress(InstanceId("there"), Epoch(7), "tcp://127.0.0.1:1")
 HELLO = WorkerHello(
-    PeerAddress(InstanceId("here"), Epoch(3), "tcp://127.0.0.1:2"), b"f" * 32, 32, ""
+    PeerAddress(InstanceId("here"), Epoch(3), "tcp://127.0.0.1:2"), b"f" * 32, 32, BLOCK, ""
 )
 
 
@@ -82,7 +83,18 @@ class FakeRequest:
 
 
 @dataclass
-class FakeOrders:
+class FakeCache:
+    """The pool, and which request has which blocks."""
+
+    block_pool: FakePool = field(default_factory=FakePool)
+    table: dict[str, list[int]] = field(default_factory=dict)
+
+    def get_block_ids(self, request_id: str, /) -> tuple[list[int]]:
+        return (self.table[request_id],)
+
+
+@dataclass
+class FakeOrders(OrderClient):
     """Notes orders, and answers as it was told."""
 
     sent: list[Order] = field(default_factory=list)
@@ -95,8 +107,7 @@ class FakeOrders:
         else:
             self.sent.append(order)
 
-    def ask(self, order: Order) -> Answer:
-        self.sent.append(order)
+    def take_answer(self) -> Answer:
         return self.answer
 
     def take(self) -> list[Order]:

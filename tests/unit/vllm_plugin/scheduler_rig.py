@@ -6,34 +6,37 @@ import msgspec
 
 from kvferry.protocol.ids import TransferId
 from kvferry.vllm_plugin.adapters import AdapterContents
+from kvferry.vllm_plugin.orders import StepReport
 from kvferry.vllm_plugin.scheduler_half import SchedulerHalf
 from kvferry.vllm_plugin.settings import PluginSettings
-from kvferry.vllm_plugin.request_state import StepFacts
+from kvferry.vllm_plugin.worker_link import OrderClient, Workers
 from tests.support.fake_clock import FakeClock
 from tests.unit.vllm_plugin.fake_engine import (
     BLOCK,
     HELLO,
     PEER,
+    FakeCache,
     FakeOrders,
-    FakePool,
     FakeRequest,
 )
 
 PEER_FIELDS = msgspec.to_builtins(PEER)
-NOTHING = StepFacts({})
+NOTHING: dict[str, int] = {}
+"""A step that computes no token."""
 
 
 class SchedulerRig:
-    def __init__(self, **options: object) -> None:
-        self.pool = FakePool()
+    def __init__(self, num_ranks: int = 1, **options: object) -> None:
         self.orders = FakeOrders()
         self.clock = FakeClock()
-        self.table: dict[str, list[int]] = {}
-        fields = {"recompute_threshold_tokens": 4, **options}
+        self.cache = FakeCache()
+        self.pool, self.table = self.cache.block_pool, self.cache.table
+        fields = {"recompute_threshold_tokens": BLOCK, **options}
         settings = msgspec.convert(fields, PluginSettings)
         self.adapters = AdapterContents()
-        self.half = SchedulerHalf(settings, BLOCK, self.clock, self.adapters)
-        self.half.join(HELLO, self.orders, self.pool, self.table.__getitem__)
+        others: list[OrderClient] = [FakeOrders() for _ in range(1, num_ranks)]
+        workers = Workers(HELLO, [self.orders, *others])
+        self.half = SchedulerHalf(settings, self.adapters, workers, self.cache, self.clock)
 
     def add(self, request_id: str, num_tokens: int, **params: object) -> FakeRequest:
         request = FakeRequest(request_id, list(range(num_tokens)))
@@ -47,6 +50,10 @@ class SchedulerRig:
         self.table[request.request_id] = numbers
         self.half.note_allocated(request, numbers, external)
         return numbers
+
+    def report(self, report: StepReport) -> None:
+        """A step's output is there, with the report of its only worker."""
+        self.half.note_step_done({0: report})
 
     def end(self, request: FakeRequest, *, ended_well: bool = True) -> dict[str, object] | None:
         numbers = self.table.pop(request.request_id, [])

@@ -26,7 +26,7 @@ def test_a_pin_goes_back_with_the_last_reference() -> None:
     assert pins.take_returned() == [2]
     pins.drop(blocks(1))
     assert pins.take_returned() == [1]
-    assert pins.num_pinned == 0
+    assert pins._pins.total() == 0
 
 
 def test_every_pin_of_a_block_goes_back() -> None:
@@ -76,20 +76,6 @@ def test_a_reader_keeps_blocks_that_are_let_go_of() -> None:
     assert pins.take_returned() == [4]
 
 
-def test_a_second_block_of_the_same_content_goes_back_at_once() -> None:
-    pins = PinnedBlocks(8)
-    (a,) = _hashes("a")
-    pins.retain([a], blocks(4))
-    pins.retain([a], blocks(5))
-    assert pins.take_returned() == [5]
-    pins.let_go([a])
-    assert pins.acquire_cached([a]) == list(blocks(4))
-    pins.let_go([a])
-    pins.drop(blocks(4))
-    assert pins.take_returned() == [4]
-    assert pins.num_retained == 0
-
-
 def test_what_is_not_retained_is_let_go_of_without_harm() -> None:
     pins = PinnedBlocks(8)
     pins.let_go(_hashes("a"))
@@ -122,20 +108,19 @@ def test_what_is_forgotten_stays_pinned_while_a_peer_reads_it() -> None:
     pins = PinnedBlocks(8)
     first, second = _hashes("a", "b")
     pins.retain([first, second], blocks(1, 2))
-    pins.retain([first], blocks(1))
     pins.acquire_cached([first])
     pins.forget()
     assert pins.num_retained == 0
     assert pins.take_returned() == list(blocks(2))
     pins.drop(blocks(1))
-    assert pins.take_returned() == list(blocks(1, 1))
+    assert pins.take_returned() == list(blocks(1))
 
 
 def test_a_partial_block_is_found_by_the_block_before_it_until_it_is_let_go() -> None:
     pins = PinnedBlocks(8)
     a, rest = _hashes("a", "rest")
-    pins.retain([a, rest], blocks(4, 5), 3)
     content = PartialContent(a, 3, rest)
+    pins.retain([a, rest], blocks(4, 5), content)
     assert pins.acquire_partials(a, 8) == [(content, 5)]
     pins.let_go([rest])
     assert pins.acquire_partials(a, 8) == []
@@ -144,15 +129,27 @@ def test_a_partial_block_is_found_by_the_block_before_it_until_it_is_let_go() ->
     assert pins.take_returned() == [5]
 
 
+def test_a_partial_block_may_be_retained_after_a_block_that_is_already() -> None:
+    pins = PinnedBlocks(8)
+    a, rest = _hashes("a", "rest")
+    content = PartialContent(a, 3, rest)
+    pins.retain([a], blocks(4))
+    pins.retain([rest], blocks(5), content)
+    assert pins.acquire_partials(a, 8) == [(content, 5)]
+    pins.drop(blocks(5))
+    pins.let_go([rest])
+    assert pins.take_returned() == [5]
+    assert pins.acquire_cached([a, rest]) == list(blocks(4))
+
+
 def test_partial_blocks_are_forgotten_with_all_others() -> None:
     pins = PinnedBlocks(8)
     a, rest = _hashes("a", "rest")
-    pins.retain([a, rest], blocks(4, 5), 3)
-    pins.retain([a, rest], blocks(6, 7), 3)
+    pins.retain([a, rest], blocks(4, 5), PartialContent(a, 3, rest))
     pins.forget()
     assert pins.acquire_partials(a, 8) == []
-    assert sorted(pins.take_returned()) == [4, 5, 6, 7]
-    assert pins.num_pinned == 0
+    assert sorted(pins.take_returned()) == [4, 5]
+    assert pins._pins.total() == 0
 
 
 def test_free_blocks_are_those_told_and_those_let_go_since() -> None:

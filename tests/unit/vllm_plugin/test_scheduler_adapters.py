@@ -55,8 +55,8 @@ def test_a_prompt_is_known_by_the_adapters_content(tmp_path: Path) -> None:
         (begin,) = rig.orders.take()
         assert isinstance(begin, Begin)
         root = chain_root(HELLO.fingerprint, lora=rig.adapters.digest(adapter))
-        assert begin.digest == prompt_digest(root, request.prompt_token_ids or [])
-        digests.add(begin.digest)
+        assert begin.prompt.digest == prompt_digest(root, request.prompt_token_ids or [])
+        digests.add(begin.prompt.digest)
     assert len(digests) == 2
 
 
@@ -82,7 +82,7 @@ def test_a_push_without_content_is_nobodys_prompt_and_is_withdrawn() -> None:
         rig.allocate(request, 0, 4, external=0)
         (begin,) = rig.orders.take()
         assert isinstance(begin, BeginSend)
-        digests.add(begin.digest)
+        digests.add(begin.prompt.digest)
         request.answer = [1]
         assert rig.end(request) is None
         assert ordered(rig, Withdraw, CompleteSend) == [Withdraw]

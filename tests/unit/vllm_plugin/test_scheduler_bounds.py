@@ -12,11 +12,9 @@ from kvferry.vllm_plugin.orders import (
     Blocks,
     FillEnd,
     Forget,
-    Order,
     StepReport,
 )
 from kvferry.vllm_plugin.retention import MAX_FORGET_TRIES
-from kvferry.vllm_plugin.request_state import StepFacts
 from tests.unit.vllm_plugin.fake_engine import BLOCK, FakeRequest, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
     NOTHING,
@@ -38,7 +36,7 @@ def test_pushes_that_may_never_come_have_a_share_of_the_pool_only() -> None:
     assert rig.half.count_external(legs[1], 2 * BLOCK) == 3 * BLOCK
     assert rig.half.plan_step(NOTHING).is_waiting
     assert not rig.half.plan_step(NOTHING).is_waiting
-    rig.half.note_step_done(StepReport(1, admitted=(RequestId("a"),)))
+    rig.report(StepReport(1, admitted=(RequestId("a"),)))
     assert rig.half.count_external(legs[1], 0) == 5 * BLOCK
 
 
@@ -46,7 +44,7 @@ def test_a_push_beyond_the_share_waits_until_its_prefill_is_at_work() -> None:
     rig = SchedulerRig(max_registered_share=0.25)
     request = add_decode(rig, num_tokens=20 * BLOCK, mode="push")
     assert rig.half.count_external(request, 0) is None
-    rig.half.note_step_done(StepReport(1, admitted=(RequestId("d"), RequestId("unknown"))))
+    rig.report(StepReport(1, admitted=(RequestId("d"), RequestId("unknown"))))
     assert rig.half.count_external(request, 0) == 20 * BLOCK
 
 
@@ -62,7 +60,7 @@ def _take_share() -> tuple[SchedulerRig, FakeRequest, FakeRequest]:
 
 def test_a_push_that_has_failed_leaves_its_share_to_others() -> None:
     rig, _, other = _take_share()
-    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
+    rig.report(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
     assert rig.half.count_external(other, 0) == 8 * BLOCK
 
 
@@ -77,13 +75,13 @@ def test_nothing_of_a_content_that_is_void_is_kept_or_sent() -> None:
     rig.end(answered(rig))
     request = add_prefill(rig, mode="push")
     rig.allocate(request, 20, 3, external=0)
-    rig.half.plan_step(StepFacts({"p": 6}))
+    rig.half.plan_step({"p": 6})
     rig.orders.take()
     rig.orders.answer = Answer(returned=blocks(0, 1))
     rig.half.forget_content()
     assert rig.orders.take() == [Forget()]
     assert rig.pool.held() == {20: 1, 21: 1, 22: 1}
-    rig.half.note_step_done(StepReport(1))
+    rig.report(StepReport(1))
     rig.half.plan_step(NOTHING)
     assert rig.orders.take() == [], "neither sent, nor let go of twice"
 
@@ -95,7 +93,7 @@ class _Answers:
         self.num_asked = 0
         self._returned = list(returned)
 
-    def __call__(self, order: Order) -> Answer:
+    def __call__(self) -> Answer:
         self.num_asked += 1
         return Answer(returned=self._returned.pop(0) if self._returned else ())
 
@@ -106,7 +104,7 @@ def test_a_reset_waits_for_what_a_peer_reads_at_that_moment(
     rig = SchedulerRig()
     rig.end(answered(rig))
     answers = _Answers(blocks(1), (), blocks(0))
-    monkeypatch.setattr(rig.orders, "ask", answers)
+    monkeypatch.setattr(rig.orders, "take_answer", answers)
     rig.half.forget_content()
     assert answers.num_asked == 3
     assert rig.pool.held() == {}
@@ -118,11 +116,11 @@ def test_a_reset_does_not_wait_for_a_peer_that_reads_on_and_on(
     rig = SchedulerRig()
     rig.end(answered(rig))
     answers = _Answers(blocks(1))
-    monkeypatch.setattr(rig.orders, "ask", answers)
+    monkeypatch.setattr(rig.orders, "take_answer", answers)
     rig.half.forget_content()
     assert answers.num_asked == MAX_FORGET_TRIES
     assert rig.pool.held() == {0: 1}
-    rig.half.note_step_done(StepReport(1, blocks(0)))
+    rig.report(StepReport(1, blocks(0)))
     assert rig.pool.held() == {}
 
 
@@ -130,19 +128,19 @@ def test_a_push_that_begins_anew_sends_nothing_of_steps_from_before() -> None:
     rig = SchedulerRig()
     request = add_prefill(rig, mode="push")
     rig.allocate(request, 0, 3, external=0)
-    rig.half.plan_step(StepFacts({"p": 4}))
-    rig.half.note_step_done(StepReport(1))
-    rig.half.plan_step(StepFacts({"p": 8}))
+    rig.half.plan_step({"p": 4})
+    rig.report(StepReport(1))
+    rig.half.plan_step({"p": 8})
     rig.half.forget_content()
     # Preempted, and not scheduled again in the same step.
-    rig.half.plan_step(StepFacts({}, frozenset({"p"})))
+    rig.half.plan_step({}, {"p"})
     rig.orders.take()
     rig.allocate(request, 20, 3, external=0)
     assert [type(order) for order in rig.orders.take()] == [BeginSend]
-    rig.half.note_step_done(StepReport(3))
+    rig.report(StepReport(3))
     assert rig.orders.take() == []
-    rig.half.plan_step(StepFacts({"p": 8}))
-    rig.half.note_step_done(StepReport(4))
+    rig.half.plan_step({"p": 8})
+    rig.report(StepReport(4))
     (advance,) = rig.orders.take()
     assert isinstance(advance, AdvanceSend)
     assert advance.blocks == blocks(20, 21)

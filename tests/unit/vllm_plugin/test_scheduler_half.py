@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.blocks.partials import PartialContent
 from kvferry.protocol.hashing import next_block_hash
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import parse_params
@@ -21,13 +22,11 @@ from kvferry.vllm_plugin.orders import (
     LetGo,
     MakeRoom,
     Offer,
-    PartialFill,
     RestartSend,
     Retain,
     StepReport,
     Withdraw,
 )
-from kvferry.vllm_plugin.request_state import StepFacts
 from tests.unit.vllm_plugin.fake_engine import HELLO, PEER, FakeRequest, blocks
 from tests.unit.vllm_plugin.scheduler_rig import (
     NOTHING,
@@ -45,7 +44,7 @@ def test_a_decode_request_is_announced_when_it_arrives() -> None:
     add_decode(rig)
     (begin,) = rig.orders.take()
     assert isinstance(begin, Begin)
-    assert (begin.request_id, begin.transfer_id, begin.num_tokens) == ("d", "x-d", 10)
+    assert (begin.request_id, begin.transfer_id, begin.prompt.num_tokens) == ("d", "x-d", 10)
 
 
 def test_all_that_is_not_cached_is_filled_partial_tail_too() -> None:
@@ -56,8 +55,7 @@ def test_all_that_is_not_cached_is_filled_partial_tail_too() -> None:
     rig.allocate(request, 8, 3, external=6)
     assert rig.orders.take() == [Fill(RequestId("d"), begin_id(request), blocks(9, 10), 1)]
     assert rig.pool.held() == {8: 1, 9: 2, 10: 2}
-    (load,) = rig.half.plan_step(NOTHING).loads
-    assert (load.request_id, load.blocks) == ("d", blocks(9, 10))
+    assert rig.half.plan_step(NOTHING).loads == {"d": blocks(9, 10)}
 
 
 def test_asking_for_matches_again_and_again_changes_nothing() -> None:
@@ -83,7 +81,7 @@ def test_a_request_is_filled_once_only() -> None:
     request = add_decode(rig)
     rig.allocate(request, 0, 3, external=10)
     rig.orders.take()
-    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
+    rig.report(StepReport(1, (), (FillEnd(RequestId("d"), "slow"),)))
     assert rig.half.count_external(request, 0) == 0
     rig.half.note_allocated(request, [4, 5, 6], 0)
     assert rig.orders.take() == []
@@ -92,7 +90,7 @@ def test_a_request_is_filled_once_only() -> None:
 def test_a_push_that_fails_before_there_are_blocks_is_not_parked_for_it() -> None:
     rig = SchedulerRig()
     request = add_decode(rig, mode="push")
-    rig.half.note_step_done(StepReport(1, (), (FillEnd(RequestId("d"), "gone"),)))
+    rig.report(StepReport(1, (), (FillEnd(RequestId("d"), "gone"),)))
     assert rig.half.count_external(request, 0) == 0
     rig.orders.take()
     rig.allocate(request, 0, 3, external=0)
@@ -104,10 +102,10 @@ def test_returned_pins_are_given_back_to_the_pool_tails_first() -> None:
     rig = SchedulerRig()
     request = add_decode(rig)
     rig.allocate(request, 0, 3, external=10)
-    rig.half.note_step_done(StepReport(1, blocks(0, 1, 2)))
+    rig.report(StepReport(1, blocks(0, 1, 2)))
     assert rig.pool.freed == [2, 1, 0]
     assert rig.pool.held() == {0: 1, 1: 1, 2: 1}
-    orders = rig.half.plan_step(StepFacts({}))
+    orders = rig.half.plan_step({})
     assert orders.pool.num_free_blocks == rig.pool.get_num_free_blocks()
     assert orders.pool.num_given_back == 3
 
@@ -116,12 +114,12 @@ def test_the_end_of_a_request_tells_what_its_blocks_leave_free() -> None:
     rig = SchedulerRig()
     request = add_decode(rig)
     rig.allocate(request, 0, 3, external=10)
-    rig.half.note_step_done(StepReport(1, blocks(0, 1)))
+    rig.report(StepReport(1, blocks(0, 1)))
     rig.end(request, ended_well=False)
     (told,) = rig.orders.pools
     # vLLM has let go by now; one block is filled, and pinned, still.
     assert told.num_free_blocks == rig.pool.get_num_free_blocks() == rig.pool.num_blocks - 1
-    assert told.number < rig.half.plan_step(StepFacts({})).pool.number
+    assert told.number < rig.half.plan_step({}).pool.number
 
 
 def test_an_abort_while_blocks_are_filled_ends_the_receive_and_retains_nothing() -> None:
@@ -133,7 +131,7 @@ def test_an_abort_while_blocks_are_filled_ends_the_receive_and_retains_nothing()
     rig.orders.take()
     assert rig.end(request, ended_well=False) is None
     assert rig.orders.take() == [End(RequestId("d"), True)]
-    assert rig.half.num_tracked == 0
+    assert not rig.half._requests
 
 
 def test_a_prefill_ends_after_one_token_whatever_was_asked() -> None:
@@ -181,9 +179,9 @@ def test_a_push_advances_by_full_blocks_once_a_step_is_done() -> None:
     request = add_prefill(rig, mode="push")
     rig.allocate(request, 0, 3, external=0)
     assert isinstance(rig.orders.take()[0], BeginSend)
-    rig.half.plan_step(StepFacts({"p": 6}))
+    rig.half.plan_step({"p": 6})
     assert rig.orders.take() == []
-    rig.half.note_step_done(StepReport(1))
+    rig.report(StepReport(1))
     (advance,) = rig.orders.take()
     assert isinstance(advance, AdvanceSend)
     assert (advance.blocks, advance.num_tokens) == (blocks(0), 6)
@@ -200,19 +198,19 @@ def test_a_preempted_push_starts_again_with_other_blocks() -> None:
     rig = SchedulerRig()
     request = add_prefill(rig, mode="push")
     rig.allocate(request, 0, 3, external=0)
-    rig.half.plan_step(StepFacts({"p": 4}))
-    rig.half.note_step_done(StepReport(1))
-    rig.half.plan_step(StepFacts({"p": 4}))
+    rig.half.plan_step({"p": 4})
+    rig.report(StepReport(1))
+    rig.half.plan_step({"p": 4})
     rig.orders.take()
-    rig.half.plan_step(StepFacts({}, frozenset({"p"})))
+    rig.half.plan_step({}, {"p"})
     assert rig.orders.take() == [RestartSend(RequestId("p"), begin_id(request))]
     # The output of a step from before the preemption says nothing of the new blocks.
-    rig.half.note_step_done(StepReport(2))
+    rig.report(StepReport(2))
     assert rig.orders.take() == []
     request.num_computed_tokens = 0
     rig.allocate(request, 20, 3, external=0)
-    rig.half.plan_step(StepFacts({"p": 8}))
-    rig.half.note_step_done(StepReport(4))
+    rig.half.plan_step({"p": 8})
+    rig.report(StepReport(4))
     (advance,) = rig.orders.take()
     assert isinstance(advance, AdvanceSend)
     assert advance.blocks == blocks(20, 21)
@@ -234,8 +232,12 @@ def test_a_history_is_read_into_the_blocks_after_the_cached_ones() -> None:
     rig.allocate(request, 0, 4, external=9)
     (fill,) = rig.orders.take()
     assert isinstance(fill, FillHistory)
-    assert (fill.blocks, len(fill.hashes), fill.min_blocks) == (blocks(1, 2, 3), 2, 1)
-    assert fill.tokens == tuple(range(4, 13))
+    assert (fill.wanted.blocks, len(fill.wanted.hashes), fill.wanted.min_blocks) == (
+        blocks(1, 2, 3),
+        2,
+        1,
+    )
+    assert fill.wanted.tokens == tuple(range(4, 13))
     assert rig.pool.held() == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
@@ -244,7 +246,7 @@ def test_a_history_that_was_read_ends_with_its_request() -> None:
     request = add_prefill(rig, num_tokens=14, history=PEER_FIELDS)
     rig.allocate(request, 0, 4, external=rig.half.count_external(request, 4) or 0)
     end = FillEnd(RequestId("p"), "received", num_blocks=2)
-    rig.half.note_step_done(StepReport(1, blocks(1, 2, 3), (end,)))
+    rig.report(StepReport(1, blocks(1, 2, 3), (end,)))
     rig.orders.take()
     rig.end(request, ended_well=False)
     assert rig.orders.take() == [End(RequestId("p"), True)]
@@ -264,7 +266,11 @@ def test_a_history_that_ends_with_a_block_needs_no_other() -> None:
     rig.allocate(request, 0, 3, external=rig.half.count_external(request, 4) or 0)
     (fill,) = rig.orders.take()
     assert isinstance(fill, FillHistory)
-    assert (fill.blocks, len(fill.hashes)) == (blocks(1, 2), 2)
+    assert (fill.wanted.blocks, len(fill.wanted.hashes)) == (blocks(1, 2), 2)
+
+
+def _filled(num_blocks: int, num_partial_tokens: int) -> FillEnd:
+    return FillEnd(RequestId("p"), "received", "", num_blocks, num_partial_tokens)
 
 
 def _filled_in_part(rig: SchedulerRig) -> FakeRequest:
@@ -278,7 +284,7 @@ def _filled_in_part(rig: SchedulerRig) -> FakeRequest:
 def test_what_came_of_a_partial_block_is_added_to_what_vllm_counts() -> None:
     rig = SchedulerRig()
     request = _filled_in_part(rig)
-    rig.half.note_step_done(StepReport(1, partials=(PartialFill(RequestId("p"), 1, 3),)))
+    rig.report(StepReport(1, ends=(_filled(1, 3),)))
     assert request.num_computed_tokens == 11
 
 
@@ -286,11 +292,11 @@ def test_it_is_not_added_to_any_other_count() -> None:
     rig = SchedulerRig()
     request = _filled_in_part(rig)
     request.num_computed_tokens = 13
-    report = StepReport(1, partials=(PartialFill(RequestId("p"), 1, 3),))
-    rig.half.note_step_done(report)
+    report = StepReport(1, ends=(_filled(1, 3),))
+    rig.report(report)
     assert request.num_computed_tokens == 13
     rig.end(request, ended_well=False)
-    rig.half.note_step_done(report)
+    rig.report(report)
 
 
 def test_an_answer_is_retained_by_references_without_what_was_never_computed() -> None:
@@ -299,7 +305,7 @@ def test_an_answer_is_retained_by_references_without_what_was_never_computed() -
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
     assert retain.blocks == blocks(0, 1)
-    assert (len(retain.hashes), retain.num_partial_tokens) == (2, 0)
+    assert (len(retain.hashes), retain.partial) == (2, None)
     assert rig.pool.held() == {0: 1, 1: 1}
 
 
@@ -312,8 +318,24 @@ def test_an_answer_that_ends_within_a_block_is_retained_to_its_last_token() -> N
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
     assert retain.blocks == blocks(0, 1, 2)
-    assert retain.num_partial_tokens == 2
-    assert retain.hashes[2] == next_block_hash(retain.hashes[1], [3, 4])
+    end = next_block_hash(retain.hashes[1], [3, 4])
+    assert retain.hashes[2] == end
+    assert retain.partial == PartialContent(retain.hashes[1], 2, end)
+
+
+def test_of_the_next_turn_only_the_new_blocks_are_retained() -> None:
+    """The earlier ones are found already, in the blocks that vLLM may have given to it too."""
+    rig = SchedulerRig()
+    rig.end(answered(rig))
+    rig.orders.take()
+    request = rig.add("s", 6)
+    rig.allocate(request, 8, 4, external=0)
+    request.answer, request.num_computed_tokens = [1, 2, 3, 4, 5, 6, 7], 12
+    rig.end(request)
+    (retain,) = rig.orders.take()
+    assert isinstance(retain, Retain)
+    assert (retain.blocks, len(retain.hashes)) == (blocks(10), 1)
+    assert rig.pool.held() == {0: 1, 1: 1, 10: 1}
 
 
 def test_nothing_is_retained_of_less_than_a_block() -> None:
@@ -335,7 +357,8 @@ def test_a_step_in_flight_is_not_counted_as_computed() -> None:
     (retain,) = rig.orders.take()
     assert isinstance(retain, Retain)
     assert retain.blocks == blocks(0, 1)
-    assert retain.num_partial_tokens == 3
+    assert retain.partial is not None
+    assert retain.partial.num_tokens == 3
 
 
 def test_retention_gives_way_to_the_largest_prompt_that_waits() -> None:

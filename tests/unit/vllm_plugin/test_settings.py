@@ -1,37 +1,14 @@
-"""Options, and what is refused at the start."""
+"""The plugin's options."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.vllm_plugin.compat import EngineFacts, check_engine, check_version, unsupported
 from kvferry.vllm_plugin.settings import PluginSettings, WorkerRank, parse_settings
 from tests.own_key import own_key
-
-_GOOD = EngineFacts(
-    load_failure_policy="recompute",
-    role="kv_both",
-    has_prefix_caching=True,
-    pipeline_parallel_size=1,
-    tensor_parallel_size=1,
-    num_hosts=1,
-    context_parallel_size=1,
-    data_parallel_size=1,
-    num_cache_groups=1,
-    cache_kind="FullAttentionSpec",
-    has_sliding_window=False,
-    has_speculation=False,
-    has_dynamic_scales=False,
-    has_sleep_mode=False,
-    is_multimodal=False,
-    takes_prompt_embeds=False,
-    block_size_tokens=128,
-)
 
 
 def test_nothing_has_to_be_set() -> None:
@@ -110,51 +87,6 @@ def test_other_hosts_need_a_cluster_key(tmp_path: Path) -> None:
     key.write_bytes(b"k" * 32)
     extra = {"control_host": "0.0.0.0", "cluster_key_file": str(key)}
     assert parse_settings(extra).exchange_config("a").cluster_key == b"k" * 32
-
-
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.32.5"])
-def test_supported_versions_are_taken(version: str) -> None:
-    check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.29.9", "0.33.0", "1.0", "dev"])
-def test_other_versions_are_refused_in_one_message(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"from 0\.30 to below 0\.33"):
-        check_version(version)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_a_supported_configuration_is_taken(num_ranks: int) -> None:
-    check_engine(dataclasses.replace(_GOOD, tensor_parallel_size=num_ranks))
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"load_failure_policy": "fail"}, "kv_load_failure_policy 'fail'"),
-        ({"role": "kv_producer"}, "kv_role 'kv_producer'"),
-        ({"has_prefix_caching": False}, "prefix caching off"),
-        ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"num_hosts": 2}, "several hosts"),
-        ({"context_parallel_size": 2}, "context"),
-        ({"data_parallel_size": 2}, "data parallel"),
-        ({"num_cache_groups": 2}, "hybrid"),
-        ({"cache_kind": "MambaSpec"}, "MambaSpec"),
-        ({"has_sliding_window": True}, "sliding-window"),
-        ({"has_speculation": True}, "speculative"),
-        ({"has_dynamic_scales": True}, "scales"),
-        ({"has_sleep_mode": True}, "sleep"),
-        ({"is_multimodal": True}, "multimodal"),
-        ({"takes_prompt_embeds": True}, "prompt embeddings"),
-        ({"block_size_tokens": 0}, "block size"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], named: str) -> None:
-    facts = dataclasses.replace(_GOOD, **change)  # type: ignore[arg-type]
-    (message,) = unsupported(facts)
-    assert re.search(r"\(.+\)$", message), "it does not say what to do"
-    with pytest.raises(ConfigError, match=named):
-        check_engine(facts)
 
 
 def test_on_loopback_the_users_own_key_is_the_key() -> None:

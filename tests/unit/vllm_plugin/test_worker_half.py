@@ -15,10 +15,10 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.vllm_plugin import worker_half
-from kvferry.vllm_plugin.worker_link import OrderClient
-from kvferry.vllm_plugin.orders import FillEnd, Load, MakeRoom, Order, PartialFill, StepOrders
+from kvferry.vllm_plugin.orders import FillEnd, MakeRoom, Order, StepOrders
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.worker_half import ParkedRequests, WorkerHalf
+from kvferry.vllm_plugin.worker_link import OrderClient
 from tests.own_key import own_key
 from tests.unit.vllm_plugin.fake_engine import blocks
 
@@ -27,7 +27,7 @@ _A = RequestId("a")
 
 def _parked() -> ParkedRequests:
     parked = ParkedRequests()
-    parked.add([Load(_A, blocks(4, 5, 6))])
+    parked.add({_A: blocks(4, 5, 6)})
     return parked
 
 
@@ -45,7 +45,7 @@ def test_an_end_may_come_before_the_step_that_parks() -> None:
     parked = ParkedRequests()
     parked.note([FillEnd(_A, "received", num_blocks=3)])
     assert parked.take(set()).finished == set()
-    parked.add([Load(_A, blocks(4, 5, 6))])
+    parked.add({_A: blocks(4, 5, 6)})
     assert parked.take(set()).finished == {"a"}
 
 
@@ -62,22 +62,42 @@ def test_of_one_that_was_filled_in_part_the_rest_is_named() -> None:
     told = parked.take(set())
     assert (told.finished, told.failed) == ({"a"}, set())
     assert told.unfilled_blocks == {5, 6}
-    assert told.partials == []
 
 
-def test_a_partial_block_is_named_as_not_filled_and_told_with_it() -> None:
-    parked = _parked()
-    parked.note([FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)])
-    told = parked.take(set())
-    assert told.unfilled_blocks == {5, 6}
-    assert told.partials == [PartialFill(_A, 1, 3)]
-    assert parked.take(set()).partials == []
+def test_a_partial_block_is_named_as_not_filled_and_reported_with_it() -> None:
+    parked, end = _parked(), FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)
+    parked.note([end])
+    assert parked.take_reports() == (), "vLLM has not been told"
+    assert parked.take(set()).unfilled_blocks == {5, 6}
+    assert parked.take_reports() == (end,)
+    assert parked.take_reports() == ()
 
 
-def test_nothing_is_told_of_an_aborted_ones_partial_block() -> None:
-    parked = _parked()
-    parked.note([FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)])
-    assert parked.take({"a"}).partials == []
+def test_what_was_received_is_reported_once_vllm_has_parked_the_request() -> None:
+    parked, end = ParkedRequests(), FillEnd(_A, "received", num_blocks=3)
+    parked.note([end])
+    parked.take(set())
+    assert parked.take_reports() == ()
+    parked.add({_A: blocks(4, 5, 6)})
+    parked.take(set())
+    assert parked.take_reports() == (end,)
+
+
+def test_a_failure_is_reported_at_once_and_once() -> None:
+    """A push may fail before its request has blocks, and is not parked then."""
+    parked, end = ParkedRequests(), FillEnd(_A, "gone")
+    parked.note([end])
+    assert parked.take_reports() == (end,)
+    parked.add({_A: blocks(4)})
+    assert parked.take(set()).failed == {"a"}
+    assert parked.take_reports() == ()
+
+
+def test_the_end_of_an_aborted_one_is_reported_too() -> None:
+    parked, end = _parked(), FillEnd(_A, "received", num_blocks=1, num_partial_tokens=3)
+    parked.note([end])
+    assert parked.take({"a"}).unfilled_blocks == set()
+    assert parked.take_reports() == (end,)
 
 
 def test_an_aborted_one_is_finished_so_that_its_blocks_are_freed() -> None:
@@ -98,7 +118,7 @@ def test_requests_that_end_without_having_been_parked_are_not_told() -> None:
     parked = ParkedRequests()
     parked.note([FillEnd(_A, "failed")])
     assert parked.take({"a"}).finished == set()
-    parked.add([Load(_A, blocks(1))])
+    parked.add({_A: blocks(1)})
     assert parked.take(set()).finished == set()
 
 

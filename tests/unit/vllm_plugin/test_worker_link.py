@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.connector.ports import PromptIdentity
 from kvferry.errors import EngineError
-from kvferry.protocol.ids import TransferId
-from kvferry.vllm_plugin.worker_link import OrderClient, OrderServer
+from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.vllm_plugin.orders import Answer, MakeRoom, Offer, Order
+from kvferry.vllm_plugin.worker_link import OrderClient, OrderServer
 from tests.unit.vllm_plugin.fake_engine import blocks
 
-_OFFER = Offer(TransferId("x"), 4, b"d" * 32, blocks(1))
+_OFFER = Offer(RequestId("a"), TransferId("x"), PromptIdentity(4, b"d" * 32), blocks(1))
 
 
-class _Obeying:
+class _Executor:
     def __init__(self) -> None:
         self.seen: list[Order] = []
         self.arrived = threading.Event()
@@ -31,47 +32,54 @@ class _Obeying:
         return Answer(lease_s=3.0)
 
 
-@pytest.fixture
-def obeying() -> _Obeying:
-    return _Obeying()
+def ask(client: OrderClient) -> Answer:
+    client.send(_OFFER)
+    return client.take_answer()
 
 
 @pytest.fixture
-def server(obeying: _Obeying) -> Iterator[OrderServer]:
-    server = OrderServer(obeying)
+def executor() -> _Executor:
+    return _Executor()
+
+
+@pytest.fixture
+def server(executor: _Executor) -> Iterator[OrderServer]:
+    server = OrderServer(executor)
     yield server
     server.close()
 
 
-def test_an_answer_comes_after_all_orders_before_it(server: OrderServer, obeying: _Obeying) -> None:
+def test_an_answer_comes_after_all_orders_before_it(
+    server: OrderServer, executor: _Executor
+) -> None:
     client = OrderClient(server.path)
     client.send(MakeRoom(1))
     client.send(MakeRoom(2))
-    assert client.ask(_OFFER) == Answer(lease_s=3.0)
-    assert obeying.seen == [MakeRoom(1), MakeRoom(2), _OFFER]
+    assert ask(client) == Answer(lease_s=3.0)
+    assert executor.seen == [MakeRoom(1), MakeRoom(2), _OFFER]
     client.close()
 
 
 def test_a_bug_in_one_order_does_not_end_the_thread(server: OrderServer) -> None:
     client = OrderClient(server.path)
     client.send(MakeRoom(-1))
-    assert client.ask(_OFFER).lease_s == 3.0
+    assert ask(client).lease_s == 3.0
     client.close()
 
 
 def test_nothing_is_left_in_the_file_system_once_joined(server: OrderServer) -> None:
     client = OrderClient(server.path)
-    client.ask(_OFFER)
+    ask(client)
     assert not Path(server.path).parent.exists()
     client.close()
 
 
 def test_a_worker_half_that_has_gone_is_an_engine_error(server: OrderServer) -> None:
     client = OrderClient(server.path)
-    client.ask(_OFFER)
+    ask(client)
     server.close()
     with pytest.raises(EngineError, match="has gone"):
-        client.ask(_OFFER)
+        ask(client)
     client.close()
 
 
@@ -81,8 +89,8 @@ def test_a_worker_half_that_was_never_there_is_an_engine_error(server: OrderServ
         OrderClient(server.path)
 
 
-def test_closing_without_anyone_having_come_removes_the_socket(obeying: _Obeying) -> None:
-    server = OrderServer(obeying)
+def test_closing_without_anyone_having_come_removes_the_socket(executor: _Executor) -> None:
+    server = OrderServer(executor)
     server.close()
     server.close()
     assert not Path(server.path).parent.exists()
@@ -100,7 +108,7 @@ def test_a_thread_that_has_ended_by_itself_is_an_engine_error(
     client = OrderClient(server.path)
     server.check()
     with pytest.raises(EngineError, match="has gone"):
-        client.ask(_OFFER)
+        ask(client)
     for thread in threading.enumerate():
         if thread.name == "kvferry-orders":
             thread.join(10.0)
