@@ -32,7 +32,7 @@ test-vllm: .venv/.ready ## the tests with real vLLM, in an environment of its ow
 	printf '== pytest -m vllm (without soak) %s\n' '$(PYTEST)'
 	$(RUN) pytest -q -m 'vllm and not soak' tests/vllm $(PYTEST)
 
-check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
+check: .venv/.ready ## lint, format, types, layers, tables, sizes, docs
 	@printf '== ruff check\n'
 	$(RUN) ruff check .
 	printf '== ruff format --check\n'
@@ -46,6 +46,8 @@ check: .venv/.ready ## lint, format, types, layers, state tables, sizes, docs
 	grep -E '^Contracts:' "$$log"
 	printf '== state tables in docs\n'
 	.venv/bin/python scripts/render_state_tables.py --check
+	printf '== tables of options in docs\n'
+	.venv/bin/python scripts/render_option_tables.py --check
 	printf '== pytest tests/architecture (sizes, docs)\n'
 	$(RUN) pytest -q tests/architecture
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -196,3 +198,11 @@ def test_drawn_exception_tree_is_the_real_one(root: Path, source: str) -> None:
     page = (root / "docs" / "errors.md").read_text()
     text = (errors.__doc__ or "") if source == "module" else page
     assert _tree_names(text) == _class_tree(errors.FerryError)
+
+
+def test_tables_of_options_are_those_of_the_code(root: Path) -> None:
+    script = root / "scripts" / "render_option_tables.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -50,7 +50,7 @@ TRANSPORTS = list(WORK)
 
 @pytest.mark.parametrize("transport_name", TRANSPORTS)
 def test_blocks_arrive_bit_equal_and_both_pools_are_whole(transport_name: str) -> None:
-    with pair(transport_name, verify_blocks=True) as (prefill, decode):
+    with pair(transport_name, verify_transfers=True) as (prefill, decode):
         for number in range(3):
             transfer_id = TransferId(f"xfer-{number}")
             _, sent = prefill.offer(transfer_id)

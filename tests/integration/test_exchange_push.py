@@ -339,7 +339,7 @@ def test_blocks_that_were_anothers_when_they_were_posted_are_found_where_that_is
 
     monkeypatch.setattr(OutgoingTransfers, "refer", refer_without_holding)
     monkeypatch.setattr(OutgoingTransfers, "let_go", forget)
-    with pair(transport_name, verify_blocks=verifies) as (prefill, decode):
+    with pair(transport_name, verify_transfers=verifies) as (prefill, decode):
         source = Prefill(prefill)
         source.begin()
         source.compute()

@@ -7,7 +7,6 @@ for it, and a retained block may be gone at any moment. Conversations are known 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from typing import Literal, get_args
 from kvferry.blocks.chain_tree import ChainTree
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import Clock
-from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.errors import LocalProtocolError
+from kvferry.options import check_options, option
+from kvferry.protocol.client_headers import DEFAULT_RETENTION_S
 from kvferry.protocol.ids import BlockHash
 
 RetentionEnd = Literal["expired", "superseded", "ended", "cap", "evicted", "reset"]
@@ -33,20 +34,28 @@ _MAX_STALE_EXPIRIES = 64
 class RetentionLimits:
     """Options of retention. Raises ``ConfigError`` for a value that cannot work."""
 
-    duration_s: float = 480.0
-    """How long a conversation is retained, at most; 0 retains nothing."""
-    max_share: float = 0.5
-    """Share of the pool, above 0 and at most 1, that may be retained."""
-    renews_on_use: bool = False
-    """Whether a use of retained blocks starts their time again."""
+    duration_s: float = option(
+        DEFAULT_RETENTION_S,
+        "How long prompt and answer are retained for a later turn, as the last to be reused; a "
+        "request may shorten it; 0 is off.",
+        flag="--retention-s",
+        minimum=0,
+    )
+    max_share: float = option(
+        0.5,
+        "Share of the pool that may be retained.",
+        flag="--max-retained-share",
+        above=0,
+        maximum=1,
+    )
+    renews_on_use: bool = option(
+        False,
+        "Whether the time starts again when a peer reads what is retained.",
+        flag="--retention-renew/--no-retention-renew",
+    )
 
     def __post_init__(self) -> None:
-        if not (self.duration_s >= 0 and math.isfinite(self.duration_s)):
-            raise ConfigError(f"retention_s must be 0 or more and finite, not {self.duration_s}")
-        if not 0 < self.max_share <= 1:
-            raise ConfigError(
-                f"max_retained_share must be above 0 and at most 1, not {self.max_share}"
-            )
+        check_options(self)
 
 
 @dataclass(eq=False, slots=True)

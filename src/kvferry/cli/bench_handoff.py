@@ -17,7 +17,7 @@ from kvferry.bench.handoff import Arm, HandoffPlan, HandoffSample, Targets, meas
 from kvferry.bench.legs_client import LegsClient, LegsTargets
 from kvferry.bench.report import handoff_record, handoff_table
 from kvferry.cli.bench_background import run_background
-from kvferry.cli.deployment import run_to_end, with_deployment
+from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
 from kvferry.cli.handoff_options import (
     background_options,
     link_options,
@@ -25,7 +25,6 @@ from kvferry.cli.handoff_options import (
     target_options,
 )
 from kvferry.cli.record_file import json_option, write_record
-from kvferry.cli.topology_options import topology_options
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment
 from kvferry.cluster.topology import RouterTopology, Topology

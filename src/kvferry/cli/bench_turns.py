@@ -19,9 +19,8 @@ from kvferry.bench.plain_copy import PlainCopy
 from kvferry.bench.turns import TurnSample, TurnsBench, TurnTargets
 from kvferry.bench.turns_plan import TurnsPlan, draw_scripts, plan_conversations
 from kvferry.bench.turns_report import ttft_curves, turns_record, turns_table
-from kvferry.cli.deployment import run_to_end, with_deployment
+from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
 from kvferry.cli.record_file import json_option, write_record
-from kvferry.cli.topology_options import topology_options
 from kvferry.cli.turns_options import picture_option, turn_target_options, turns_plan_options
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment

@@ -1,6 +1,7 @@
-"""Run something against a deployment that is started for it and stopped after it.
+"""Start what a command line says, run something against it, and stop it again.
 
-Owns the run folder, the signals and what is said meanwhile; the processes are the supervisor's.
+Owns the options that say what to start, the run folder, the signals and what is said meanwhile; the
+processes are the supervisor's.
 """
 
 from __future__ import annotations
@@ -8,22 +9,90 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kvferry.cluster.logs import LogFollower
+from kvferry.cli.options import Command, options
+from kvferry.cluster.process import LogFollower
 from kvferry.cluster.supervisor import Deployment, Supervisor
-from kvferry.cluster.topology import Topology
+from kvferry.cluster.topology import DEFAULT_MODEL, RouterTopology, Topology, load_topology
 from kvferry.errors import ClusterError
+from kvferry.options import option, same_as
 
 Result = TypeVar("Result")
 _SIGNAL_EXIT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyChanges:
+    """What a command line says of the deployment to start; None changes nothing."""
+
+    topology: Topology | None = option(
+        None,
+        "TOML file that says what to start; the options below override it.",
+        metavar="FILE",
+        parse=lambda text: load_topology(Path(text)),
+    )
+    model: str | None = same_as(
+        Topology, "model", default=None, flag="--model", default_text=DEFAULT_MODEL
+    )
+    prefill: int | None = option(None, "Number of prefill instances.", minimum=1, maximum=64)
+    decode: int | None = option(None, "Number of decode instances.", minimum=1, maximum=64)
+    transport: str | None = same_as(Topology, "transport")
+    dtype: str | None = same_as(Topology, "dtype")
+    engine_arguments: str | None = option(
+        None, "Further options of every `kvferry engine serve`, as one text.", metavar="TEXT"
+    )
+    router_arguments: str | None = option(
+        None, "Further options of `kvferry router`, as one text.", metavar="TEXT"
+    )
+    port: int | None = same_as(
+        RouterTopology, "port", default=None, help="The router's.", default_text="free"
+    )
+
+    def changed(self) -> Topology:
+        """Return the file's topology, or the default one, with the changes."""
+        base = self.topology or Topology()
+        topology = base.with_counts(prefill=self.prefill, decode=self.decode)
+        topology = topology.with_engine_arguments(*_split("engine", self.engine_arguments))
+        further = _split("router", self.router_arguments)
+        router = replace(
+            base.router,
+            port=base.router.port if self.port is None else self.port,
+            arguments=(*base.router.arguments, *further),
+        )
+        return replace(
+            topology,
+            model=self.model or base.model,
+            transport=self.transport or base.transport,
+            dtype=self.dtype or base.dtype,
+            router=router,
+        )
+
+
+def topology_options(function: Command) -> Command:
+    """Add the options to a command, which gets them as ``topology`` and ``verbose``."""
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Show the logs of all processes.")
+    changed = options(
+        TopologyChanges, "topology", build=lambda **given: TopologyChanges(**given).changed()
+    )
+    return changed(verbose(function))
+
+
+def _split(program: str, text: str | None) -> list[str]:
+    """Split ``text`` as a shell does."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise click.UsageError(f"--{program}-arguments {text!r}: {error}") from error
 
 
 def say(message: str) -> None:

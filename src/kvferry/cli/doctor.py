@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import click
 
-from kvferry.cli.key_options import KeyChoice, key_options
+from kvferry.cli.options import options
 from kvferry.cli.record_file import json_option, write_record
+from kvferry.protocol.hosts import is_local_address
+from kvferry.protocol.user_key import KeyChoice
 
 _NOT_WELL = 1
 _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
@@ -25,7 +28,7 @@ _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
     help="The control port of a vLLM instance with FerryConnector; repeat for each. kvferry's own "
     "instances tell theirs.",
 )
-@key_options
+@options(KeyChoice, "key_choice")
 @click.option(
     "--api-key",
     envvar="KVFERRY_API_KEY",
@@ -113,7 +116,8 @@ def doctor(
     addresses = tuple(dict.fromkeys(map(_base_url, urls)))
     control_addresses = dict(map(_control, controls))
     # Who only looks makes no key.
-    key = key_choice.find((*addresses, *control_addresses.values()), makes=False)
+    is_local = any(map(is_local_address, (*addresses, *control_addresses.values())))
+    key = key_choice.find(os.environ, is_local=is_local, makes=False)
     plan = HandoffPlan(num_tokens=tokens, repeats=repeats, timeout_s=handoff_timeout_s)
     assignment = Assignment(
         urls=addresses,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvferry.cli.engine_options import engine_options, exchange_options
+from kvferry.cli.options import log_level_option, options, ready_file_option
+from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.engine.config import EngineConfig
+from kvferry.protocol.user_key import KeyChoice
+from kvferry.server.config import HttpConfig, InstanceConfig
 
 if TYPE_CHECKING:
     # The server imports an HTTP stack, and the engine torch: neither before a command runs.
-    from kvferry.connector.config import ExchangeConfig
-    from kvferry.engine.config import EngineConfig
     from kvferry.server.run import ReadyReport
 
 
@@ -27,56 +30,24 @@ def engine() -> None:
     """
 
 
-@engine.command(context_settings={"show_default": True})
+@engine.command()
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", help="Address that HTTP is served on.")
-@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="0 takes a free port.")
-@click.option(
-    "--ready-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Written as JSON once it serves: {url, control_address, instance_id, pid}.",
-)
-@click.option("--served-model-name", multiple=True, help="What clients call it; repeatable.")
-@click.option(
-    "--transport",
-    type=click.Choice(["auto", "nixl", "shm"]),
-    default="auto",
-    help="How KV moves; auto is nixl where it works, else shm (one host).",
-)
-@click.option("--ucx-tls", help="UCX's transports for nixl, such as tcp.  [default: UCX's choice]")
-@exchange_options
-@engine_options
-@click.option(
-    "--shutdown-timeout-s",
-    type=float,
-    default=5.0,
-    help="How long running requests may take to end on SIGTERM or Ctrl-C.",
-)
-@click.option(
-    "--enable-dev-endpoints",
-    is_flag=True,
-    show_default=False,
-    help="Serve POST /reset_prefix_cache, which forgets earlier prompts; for measurements.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    help="What is logged, to stderr.",
-)
+@options(HttpConfig, "http")
+@ready_file_option("{url, control_address, instance_id, pid}")
+@options(InstanceConfig, "rest", build=dict)
+@options(ExchangeConfig, "exchange", build=dict)
+@options(KeyChoice, "key_choice")
+@options(EngineConfig, "engine_config")
+@log_level_option
 def serve(
     model: str,
     *,
-    host: str,
-    port: int,
+    http: HttpConfig,
     ready_file: Path | None,
-    served_model_name: tuple[str, ...],
-    transport: str,
-    ucx_tls: str | None,
-    exchange_config: ExchangeConfig,
+    rest: dict[str, Any],
+    exchange: dict[str, Any],
+    key_choice: KeyChoice,
     engine_config: EngineConfig,
-    shutdown_timeout_s: float,
-    enable_dev_endpoints: bool,
     log_level: str,
 ) -> None:
     """Serve MODEL, a model folder or the bundled smollm2-135m, until SIGTERM or Ctrl-C.
@@ -85,24 +56,24 @@ def serve(
     """
     from kvferry.clock import SystemClock
     from kvferry.observe.log import configure_logging
-    from kvferry.server.config import HttpConfig, InstanceConfig
     from kvferry.server.run import run_instance
 
+    key = key_choice.find(os.environ, is_local=is_loopback(exchange["control_host"]))
     config = InstanceConfig(
         model=model,
-        engine=engine_config,
-        exchange=exchange_config,
-        http=HttpConfig(
-            host=host,
-            port=port,
-            shutdown_timeout_s=shutdown_timeout_s,
-            has_dev_endpoints=enable_dev_endpoints,
+        engine=replace(
+            engine_config,
+            num_threads=engine_config.num_threads or len(os.sched_getaffinity(0)),
         ),
-        served_model_names=served_model_name,
-        transport=transport,
-        ucx_tls=ucx_tls,
+        exchange=ExchangeConfig(
+            cluster_key=key.secret if key else None,
+            user_key_file=key.user_file if key else None,
+            **exchange,
+        ),
+        http=http,
+        **rest,
     )
-    configure_logging(log_level, stream=sys.stderr, instance_id=exchange_config.instance_id)
+    configure_logging(log_level, stream=sys.stderr, instance_id=config.exchange.instance_id)
     run_instance(config, SystemClock(), lambda report: _announce(report, ready_file))
 
 

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import click
 
+from kvferry.cli.options import options
+from kvferry.errors import ConfigError
+from kvferry.protocol.ids import TransferId
+from kvferry.protocol.user_key import KeyChoice
+
 
 @click.command()
 @click.argument("transfer_id")
 @click.argument(
     "body_file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option(
-    "--cluster-key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The instance's key; or in KVFERRY_CLUSTER_KEY.  [default: the user's own key]",
-)
-def sign(*, transfer_id: str, body_file: Path | None, cluster_key_file: Path | None) -> None:
+@options(KeyChoice, "key_choice", names=("cluster_key_file",))
+def sign(*, transfer_id: str, body_file: Path | None, key_choice: KeyChoice) -> None:
     """Print the header that signs BODY_FILE, byte for byte, for TRANSFER_ID; good for 60 s.
 
     Without BODY_FILE it is for a request without a body.
@@ -28,12 +29,9 @@ def sign(*, transfer_id: str, body_file: Path | None, cluster_key_file: Path | N
     curl -H "$(kvferry sign ID leg.json)" --data-binary @leg.json URL/v1/completions
     curl -H "$(kvferry sign ID)" -X DELETE URL/kvferry/transfers/ID
     """
-    from kvferry.errors import ConfigError
-    from kvferry.protocol.ids import TransferId
     from kvferry.protocol.signing import signature_headers
-    from kvferry.protocol.user_key import find_key
 
-    key = find_key(cluster_key_file, os.environ, is_local=True, makes=False)
+    key = key_choice.find(os.environ, is_local=True, makes=False)
     if key is None:
         raise ConfigError("this user has no key yet: an instance makes it at its first start")
     body = b"" if body_file is None else body_file.read_bytes()

@@ -5,39 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import click
 
-from kvferry.cli.deployment import run_to_end, with_deployment
-from kvferry.cli.topology_options import topology_options
+from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
+from kvferry.cli.options import options
 from kvferry.cluster.supervisor import Deployment
-from kvferry.cluster.topology import DECODE_CHOICES, ROUTE_MODES, Topology
+from kvferry.cluster.topology import RouterTopology, Topology
 
 
 @click.command()
-@click.option(
-    "--mode",
-    type=click.Choice(ROUTE_MODES),
-    help="How KV moves from prefill to decode; auto is push where both can.  [default: auto]",
-)
-@click.option(
-    "--decode-choice",
-    type=click.Choice(DECODE_CHOICES),
-    help="When a push's decode instance is chosen: at arrival, or while prefill computes.  "
-    "[default: early]",
-)
+@options(RouterTopology, "router_changes", build=dict, names=("mode", "decode_choice"))
 @topology_options
-def up(*, topology: Topology, verbose: bool, mode: str | None, decode_choice: str | None) -> None:
+def up(*, topology: Topology, verbose: bool, router_changes: dict[str, Any]) -> None:
     """Start prefill, decode and router, say where they are, and stop them on Ctrl-C.
 
     If one of them dies the others are stopped, and the command fails naming it.
     """
-    router = replace(
-        topology.router,
-        mode=mode or topology.router.mode,
-        decode_choice=decode_choice or topology.router.decode_choice,
-    )
-    topology = replace(topology, router=router)
+    topology = replace(topology, router=replace(topology.router, **router_changes))
     run_to_end(with_deployment(topology, _stay_up, verbose=verbose))
 
 

@@ -1,4 +1,4 @@
-"""One supervised process: start it, wait until it is ready, end it within a bounded time.
+"""One supervised process: start it, wait until it is ready, end it in time; and following its log.
 
 Knows a command, a log file and a ready file; knows nothing of roles.
 """
@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from kvferry.cluster.child import command_line
 from kvferry.errors import ClusterError
 
 _READY_POLL_S = 0.05
+_LOG_POLL_S = 0.2
 _TAIL_LINES = 15
 
 
@@ -144,3 +145,35 @@ class ManagedProcess:
         if self._process is None:
             raise ClusterError(f"{self.name} has not been started")
         return self._process
+
+
+class LogFollower:
+    """Passes on lines that are appended to log files, prefixed with the file's stem."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._offsets: dict[Path, int] = {}
+
+    async def follow(self, paths: Callable[[], Iterable[Path]]) -> None:
+        """Pass on new lines of ``paths()`` (asked again and again) until cancelled."""
+        try:
+            while True:
+                self.drain(paths())
+                await asyncio.sleep(_LOG_POLL_S)
+        finally:
+            self.drain(paths())
+
+    def drain(self, paths: Iterable[Path]) -> None:
+        """Pass on all complete lines that are there now."""
+        for path in paths:
+            offset = self._offsets.get(path, 0)
+            try:
+                with path.open("rb") as log:
+                    log.seek(offset)
+                    appended = log.read()
+            except FileNotFoundError:
+                continue
+            complete = appended[: appended.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(complete)
+            for line in complete.decode("utf-8", "replace").splitlines():
+                self._emit(f"{path.stem} | {line}")

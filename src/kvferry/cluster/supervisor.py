@@ -15,10 +15,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry.clock import Clock, SystemClock
-from kvferry.cluster.commands import engine_arguments, router_arguments
-from kvferry.cluster.cores import assign_cores
+from kvferry.cluster.plan import (
+    PlannedInstance,
+    engine_arguments,
+    plan_instances,
+    router_arguments,
+)
 from kvferry.cluster.process import ManagedProcess
-from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
+from kvferry.cluster.topology import RouterTopology, Topology
 from kvferry.protocol.params import Role
 
 Progress = Callable[[str], None]
@@ -71,33 +75,6 @@ class Deployment:
     def urls(self, role: Role) -> list[str]:
         """Return the URLs of the instances of one role."""
         return [instance.url for instance in self.instances if instance.role is role]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedInstance:
-    """One instance that is to be started."""
-
-    name: str
-    role: Role
-    group: InstanceGroup
-    cores: tuple[int, ...]
-
-
-def plan_instances(topology: Topology, available_cores: list[int]) -> list[PlannedInstance]:
-    """Return every instance with its name (``prefill-0``…), group and cores."""
-    wanted = [
-        (role, group)
-        for role, groups in topology.groups_by_role().items()
-        for group in groups
-        for _ in range(group.count)
-    ]
-    cores = assign_cores([group.cores for _, group in wanted], available_cores)
-    seen = dict.fromkeys(Role, 0)
-    planned = []
-    for (role, group), own_cores in zip(wanted, cores, strict=True):
-        planned.append(PlannedInstance(f"{role.value}-{seen[role]}", role, group, own_cores))
-        seen[role] += 1
-    return planned
 
 
 def _available_cores() -> list[int]:

@@ -21,63 +21,74 @@ Owns the file's format and its defaults; starts nothing. Example::
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
+from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
+from kvferry.options import check_options, option, read_options, same_as
 from kvferry.protocol.params import Role
+from kvferry.router.config import RouterConfig
+from kvferry.server.config import InstanceConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 LOOPBACK = "127.0.0.1"
-ROUTE_MODES = ("auto", "pull", "push")
-DECODE_CHOICES = ("early", "late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceGroup:
     """``count`` equal instances of one role."""
 
-    count: int = 1
-    cores: int = 1
-    """Cores of each instance, and its number of threads."""
-    num_blocks: int | None = None
-    """KV blocks of each instance; None leaves it to the engine."""
-    kv_cache_gib: float | None = None
-    """The same in GiB; at most one of the two."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of ``kvferry engine serve``, as they are."""
+    count: int = option(1, "How many there are.", flag="", minimum=0)
+    cores: int = option(
+        1, "Cores of each instance, and its number of threads.", flag="--threads", minimum=1
+    )
+    num_blocks: int | None = same_as(EngineConfig, "num_blocks")
+    kv_cache_gib: float | None = same_as(
+        EngineConfig,
+        "kv_cache_gib",
+        default=None,
+        help="Size of the KV pool; at most one of the two.",
+        default_text="the engine's",
+    )
+    arguments: tuple[str, ...] = option(
+        (), "Further arguments of `kvferry engine serve`, as they are.", flag=""
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=False)
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            raise ConfigError("both num_blocks and kv_cache_gib are given; give one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTopology:
-    """A router in front of the instances."""
+    """A router in front of the instances; None leaves an option to the router."""
 
-    port: int = 0
-    """0 takes a free one."""
-    mode: str | None = None
-    """How KV moves: pull, push or auto; None leaves it to the router."""
-    decode_choice: str | None = None
-    """When a push's decode instance is chosen: early or late; None leaves it to the router."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of ``kvferry router``, as they are."""
+    port: int = same_as(
+        RouterConfig, "port", default=0, help="The router's port; 0 takes a free one."
+    )
+    mode: str | None = same_as(RouterConfig, "mode", default=None, default_text="auto")
+    decode_choice: str | None = same_as(
+        RouterConfig, "decode_choice", default=None, default_text="early"
+    )
+    arguments: tuple[str, ...] = option(
+        (), "Further arguments of `kvferry router`, as they are.", flag=""
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """A deployment on one machine; by default one prefill, one decode instance and a router."""
 
-    model: str = DEFAULT_MODEL
-    """Name of a bundled model, or a model folder."""
-    dtype: str | None = None
-    """None leaves it to the engine."""
-    transport: str | None = None
-    """None leaves it to the engine."""
-    host: str = LOOPBACK
+    model: str = option(DEFAULT_MODEL, "Bundled model or model folder.", flag="")
+    dtype: str | None = same_as(EngineConfig, "dtype", default=None, default_text="auto")
+    transport: str | None = same_as(InstanceConfig, "transport", default=None, default_text="auto")
+    host: str = option(LOOPBACK, "Address that the router listens on.", flag="")
     prefill: tuple[InstanceGroup, ...] = (InstanceGroup(),)
     decode: tuple[InstanceGroup, ...] = (InstanceGroup(),)
     router: RouterTopology = field(default_factory=RouterTopology)
@@ -86,13 +97,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot run. Raises ``ConfigError``."""
+        check_options(self, has_flags=False)
         for role, groups in self.groups_by_role().items():
             if sum(group.count for group in groups) < 1:
                 raise ConfigError(f"the topology has no {role.value} instance; it needs one")
-            for group in groups:
-                _require_sane_group(role, group)
-        for router in self.routers:
-            _require_sane_router(router)
 
     @property
     def routers(self) -> tuple[RouterTopology, ...]:
@@ -126,27 +134,6 @@ class Topology:
         return replace(self, prefill=extended(self.prefill), decode=extended(self.decode))
 
 
-def _require_sane_router(router: RouterTopology) -> None:
-    if not 0 <= router.port <= 65_535:
-        raise ConfigError(f"router.port is {router.port}; it must be 0 to 65535")
-    if router.mode not in (None, *ROUTE_MODES):
-        raise ConfigError(f"router.mode is {router.mode!r}; it must be {', '.join(ROUTE_MODES)}")
-    if router.decode_choice not in (None, *DECODE_CHOICES):
-        raise ConfigError(
-            f"router.decode_choice is {router.decode_choice!r}; "
-            f"it must be {' or '.join(DECODE_CHOICES)}"
-        )
-
-
-def _require_sane_group(role: Role, group: InstanceGroup) -> None:
-    if group.count < 0:
-        raise ConfigError(f"{role.value}.count is {group.count}; it must not be negative")
-    if group.cores < 1:
-        raise ConfigError(f"{role.value}.cores is {group.cores}; it must be at least 1")
-    if group.num_blocks is not None and group.kv_cache_gib is not None:
-        raise ConfigError(f"{role.value} has both num_blocks and kv_cache_gib; give one of them")
-
-
 def load_topology(path: Path) -> Topology:
     """Read a topology file. Raises ``ConfigError`` naming what is wrong and where."""
     try:
@@ -165,36 +152,4 @@ def parse_topology(text: str, *, source: str) -> Topology:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}") from error
-    _require_known_keys(document, _field_names(Topology), where=source)
-    for role in (Role.PREFILL.value, Role.DECODE.value):
-        for group in _tables(document.get(role, []), where=f"{source}: [[{role}]]"):
-            _require_known_keys(group, _field_names(InstanceGroup), where=f"{source}: [[{role}]]")
-    router_tables = {
-        "[router]": [document.get("router", {})],
-        "[[further_routers]]": document.get("further_routers", []),
-    }
-    for name, tables in router_tables.items():
-        for table in _tables(tables, where=f"{source}: {name}"):
-            _require_known_keys(table, _field_names(RouterTopology), where=f"{source}: {name}")
-    try:
-        return msgspec.convert(document, Topology)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
-
-
-def _field_names(kind: type[Topology | InstanceGroup | RouterTopology]) -> tuple[str, ...]:
-    return tuple(entry.name for entry in fields(kind))
-
-
-def _tables(value: object, *, where: str) -> list[dict[str, object]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ConfigError(f"{where}: must be a table")
-    return value
-
-
-def _require_known_keys(table: Iterable[str], known: tuple[str, ...], *, where: str) -> None:
-    for key in table:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+    return read_options(Topology, document, source)

@@ -2,66 +2,106 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+import secrets
+from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError, RequestError
+from kvferry.options import REQUIRED, check_options, option
 from kvferry.protocol.hosts import is_loopback as is_loopback
-from kvferry.protocol.ids import Epoch, InstanceId
+from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
+from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.params import PeerAddress, is_port
 from kvferry.protocol.user_key import UserKeyFile
 
 MIN_CLUSTER_KEY_BYTES = 32
+MAX_PORT = 65_535
+DEFAULT_RECOMPUTE_THRESHOLD_TOKENS = 64
+
+
+def _random_name() -> InstanceId:
+    return InstanceId(f"instance-{secrets.token_hex(4)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeConfig:
     """All durations in seconds, all shares as fractions of the pool."""
 
-    instance_id: InstanceId
-    epoch: Epoch
-    control_host: str = "127.0.0.1"
-    control_port: int = 0
-    """0 takes a free port."""
-    advertise_host: str | None = None
-    """What peers connect to; default ``control_host``."""
+    instance_id: InstanceId = option(
+        REQUIRED,
+        "A name that stays the same over restarts.",
+        default_factory=_random_name,
+        default_text="a random one",
+    )
+    epoch: Epoch = field(default_factory=new_epoch)
+    control_host: str = option("127.0.0.1", "Address that other instances are heard on.")
+    control_port: int = option(
+        0, "Port of the same; 0 takes a free one.", minimum=0, maximum=MAX_PORT
+    )
+    advertise_host: str | None = option(
+        None, "What other instances connect to.", default_text="the control host"
+    )
     cluster_key: bytes | None = None
     user_key_file: UserKeyFile | None = None
     """Where ``cluster_key`` is from, if it is a user's own, which counts on loopback only."""
-    handoff_lease_s: float = 30.0
+    handoff_lease_s: float = option(
+        30.0, "How long a finished prefill is held for its reader, unless renewed.", above=0
+    )
     renew_interval_s: float = 5.0
     """Between two heartbeats of a receiver; see ``heartbeat_interval_s``."""
     max_renewals: int = 120
     max_lease_s: float = 600.0
-    control_timeout_s: float = 2.0
-    """How long a peer may take to answer one control message."""
-    receive_timeout_s: float = 10.0
-    """From asking for blocks until they are there; then the request is recomputed."""
+    control_timeout_s: float = option(
+        2.0, "How long a peer may take to answer one control message.", flag="", above=0
+    )
+    receive_timeout_s: float = option(
+        10.0, "How long KV may take to come; then the prompt is computed here.", above=0
+    )
+    history_timeout_s: float = option(
+        5.0,
+        "How long a conversation's KV may take to be read back; then it is computed.",
+        flag="--read-back-timeout-s",
+        above=0,
+    )
+    prefill_timeout_s: float = option(
+        300.0,
+        "Push: how long decode waits for prefill to complete; then it computes the prompt.",
+        above=0,
+    )
     quarantine_grace_s: float = 5.0
     """How long an abandoned READ may run before its link is torn down."""
-    max_held_share: float = 0.25
-    """Of the pool, for finished handoffs that wait for their reader."""
+    max_registered_share: float = option(
+        0.25,
+        "Push: share of the pool that may wait for prefills that have not begun.",
+        above=0,
+        maximum=1,
+    )
+    max_held_share: float = option(
+        0.25, "Share of the pool that finished prefills may hold.", above=0, maximum=1
+    )
+    max_quarantine_share: float = option(
+        0.25,
+        "Share of the pool for blocks that an abandoned transfer may still touch.",
+        flag="",
+        above=0,
+        maximum=1,
+    )
     max_reader_share: float = 1.0
     """Of the pool, for one reader's leases; offers are bounded by ``max_held_share`` already."""
-    history_timeout_s: float = 5.0
-    """From asking a holder for a conversation's blocks until they are there; then the prompt is
-    computed."""
     max_history_share: float = 0.5
     """Of the pool, for one reader's leases on conversations held here."""
-    max_quarantine_share: float = 0.25
     max_peers: int = 64
     push_heartbeat_s: float = 1.0
     """How often a receiver asks a sender whether it still lives and what it has missed."""
-    prefill_timeout_s: float = 300.0
-    """How long a receiver waits for prefill to complete; then the request is recomputed."""
-    max_registered_share: float = 0.25
-    """Of the pool, for registrations whose prefill has not been admitted."""
     max_early_registrations: int = 1024
     """Registrations that came before their prefill."""
     max_inflight_bytes: int = 64 * 1024 * 1024
     """Of WRITEs to one receiver, so that a slow one does not stop the others."""
-    verify_blocks: bool = False
-    """Compare a digest of every moved block on both sides."""
+    verify_transfers: bool = option(
+        False,
+        "Compare a digest of every moved block, in all modes, with peers that do so too. Slow; "
+        "only where the blocks lie in host memory.",
+        flag="--verify-transfers",
+    )
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -81,14 +121,9 @@ class ExchangeConfig:
         return "no key" if self.cluster_key is None else "the cluster key"
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            if name.endswith("_s") and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
-            if name.endswith("_share") and not 0 < value <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1")
-        if not 0 <= self.control_port <= 65_535:
-            raise ConfigError(f"control_port {self.control_port} is not between 0 and 65535")
+        check_options(self)
+        if len(self.instance_id) > MAX_NAME_CHARS:
+            raise ConfigError(f"instance_id must have at most {MAX_NAME_CHARS} characters")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_BYTES:
             raise ConfigError(f"the cluster key must have at least {MIN_CLUSTER_KEY_BYTES} bytes")
         if not self.has_cluster_key and not is_loopback(self.control_host):

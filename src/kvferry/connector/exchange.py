@@ -49,7 +49,7 @@ class Exchange:
     ) -> None:
         self._config = config
         self._memory = memory
-        digester = BlockDigester(memory.regions) if config.verify_blocks else None
+        digester = BlockDigester(memory.regions) if config.verify_transfers else None
         transport = memory.transport
         self._planner = Planner(
             config,

@@ -1,4 +1,4 @@
 """The wire between instances: ids, KV geometry, block hashes, parameters and messages.
 
-Knows no network, no tensor and no other package of kvferry but ``errors``.
+Knows no network, no tensor and nothing else of kvferry but ``errors`` and ``options``.
 """

@@ -16,6 +16,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 MODE_HEADER = "X-KVFerry-Mode"
 READ_BACK_HEADER = "X-KVFerry-Read-Back"
 RETENTION_HEADER = "X-KVFerry-Retention-S"
+DEFAULT_RETENTION_S = 480.0
+"""How long instances retain a conversation, and routers remember it, where neither is told."""
 
 _PREFIX = "x-kvferry-"
 _NAMES = (MODE_HEADER, READ_BACK_HEADER, RETENTION_HEADER)

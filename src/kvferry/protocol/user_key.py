@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import ConfigError
+from kvferry.options import option
 from kvferry.protocol.signing import MAX_KEY_BYTES, checked_key, load_cluster_key
 
 FOLDER_VARIABLE = "XDG_STATE_HOME"
@@ -60,26 +61,39 @@ class OwnKey:
     """Where it is from, if it is this user's own; None: a cluster key."""
 
 
-def find_key(
-    cluster_key_file: Path | None,
-    environment: Mapping[str, str],
-    *,
-    is_local: bool,
-    no_user_key: bool = False,
-    makes: bool = True,
-) -> OwnKey | None:
-    """Return the cluster key if one is given, else, where it counts (``is_local``), the user's own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChoice:
+    """Which key a process is to have, as its user says."""
 
-    ``no_user_key``: have none then. ``makes``: as in ``load_user_key``. Raises ``ConfigError``.
-    """
-    cluster_key = load_cluster_key(cluster_key_file, environment)
-    if cluster_key is not None:
-        if no_user_key:
-            raise ConfigError(f"a cluster key and {NO_USER_KEY_OPTION} are given: give one of them")
-        return OwnKey(cluster_key)
-    if not is_local or no_user_key:
-        return None
-    return load_user_key(environment, makes=makes)
+    cluster_key_file: Path | None = option(
+        None,
+        "Secret shared by all instances and routers, needed beyond loopback; KVFERRY_CLUSTER_KEY "
+        "does as well.",
+        default_text="on loopback the user's own key",
+    )
+    no_user_key: bool = option(
+        False,
+        "Have no key on loopback: any user of this host may then do what peers may. For peers and "
+        "routers of releases before the user's key.",
+    )
+
+    def find(
+        self, environment: Mapping[str, str], *, is_local: bool, makes: bool = True
+    ) -> OwnKey | None:
+        """Return the cluster key if one is given, else, where it counts (``is_local``), the user's.
+
+        ``makes``: as in ``load_user_key``. Raises ``ConfigError``.
+        """
+        cluster_key = load_cluster_key(self.cluster_key_file, environment)
+        if cluster_key is not None:
+            if self.no_user_key:
+                raise ConfigError(
+                    f"a cluster key and {NO_USER_KEY_OPTION} are given: give one of them"
+                )
+            return OwnKey(cluster_key)
+        if not is_local or self.no_user_key:
+            return None
+        return load_user_key(environment, makes=makes)
 
 
 def user_key_path(environment: Mapping[str, str]) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import math
 import re
 from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
+from kvferry.options import REQUIRED, check_options, option
+from kvferry.protocol.client_headers import DEFAULT_RETENTION_S
 from kvferry.protocol.user_key import UserKeyFile
 from kvferry.router.engines import EngineConfig
 from kvferry.router.urls import normalise_url
@@ -57,18 +58,44 @@ class DecodeChoice(enum.StrEnum):
 class ConversationConfig:
     """Options of how conversations are recognised and used. Raises ``ConfigError``."""
 
-    id_headers: tuple[str, ...] = ("X-Session-ID", "X-Conversation-ID")
-    """Headers that may name a conversation, the first that is sent counts."""
-    tenant_header: str | None = None
-    """A header that names the tenant in place of the API key."""
-    max_conversations: int = 100_000
-    """Ids and turns that are remembered."""
-    conversation_ttl_s: float = 480.0
-    """How long, from the end of an answer: what instances retain by default."""
-    read_back: ReadBack = ReadBack.AUTO
-    """For requests that do not say themselves."""
-    holder_slack_requests: int = 4
-    """By how many requests the holder may be busier than another and still be chosen."""
+    id_headers: tuple[str, ...] = option(
+        ("X-Session-ID", "X-Conversation-ID"),
+        "A header that may name a request's conversation; repeat for more, the first that is sent "
+        "counts. Else the body's session_id, conversation_id or prompt_cache_key does, else the "
+        "conversation is recognised by how its prompt begins.",
+        flag="--conversation-header",
+        metavar="NAME",
+    )
+    tenant_header: str | None = option(
+        None,
+        "A header that names the tenant in place of the API key; to be set by a gateway that lets "
+        "no client set it.",
+        metavar="NAME",
+        default_text="the API key in Authorization",
+    )
+    max_conversations: int = option(
+        100_000,
+        "Conversation ids and turns that are remembered; the least recently used go first.",
+        minimum=1,
+    )
+    conversation_ttl_s: float = option(
+        DEFAULT_RETENTION_S,
+        "How long a turn is remembered, from the end of its answer: the instances' retention.",
+        above=0,
+    )
+    holder_slack_requests: int = option(
+        4,
+        "The decode instance that holds a conversation is chosen while it has at most so many more "
+        "requests in flight than the least busy one.",
+        minimum=0,
+    )
+    read_back: ReadBack = option(
+        ReadBack.AUTO,
+        "Tell prefill which instance holds the conversation, so that it reads the history instead "
+        "of computing it. A request may set it by X-KVFerry-Read-Back: auto or off.",
+        flag="--read-back/--no-read-back",
+        parse=lambda is_on: ReadBack.AUTO if is_on else ReadBack.OFF,
+    )
 
     @property
     def header_names(self) -> tuple[str, ...]:
@@ -76,91 +103,116 @@ class ConversationConfig:
         return self.id_headers + (() if self.tenant_header is None else (self.tenant_header,))
 
     def __post_init__(self) -> None:
-        if not self.max_conversations > 0:
-            raise ConfigError("--max-conversations must be greater than 0")
-        if not 0 < self.conversation_ttl_s < math.inf:
-            raise ConfigError("--conversation-ttl-s must be greater than 0")
-        if self.holder_slack_requests < 0:
-            raise ConfigError("--holder-slack-requests must not be negative")
-        for option, names in (
+        check_options(self)
+        for option_name, names in (
             ("conversation-header", self.id_headers),
             ("tenant-header", () if self.tenant_header is None else (self.tenant_header,)),
         ):
             for name in names:
                 if not _HEADER_NAME.fullmatch(name):
                     raise ConfigError(
-                        f"--{option}: {name!r} is no name of a header: give letters, digits "
+                        f"--{option_name}: {name!r} is no name of a header: give letters, digits "
                         "and !#$%&'*+-.^_`|~, such as X-Session-ID"
                     )
+
+
+def _split(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(url for value in values for url in value.split(",") if url.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Options of one router. Raises ``ConfigError`` when one is wrong."""
 
-    prefill_urls: tuple[str, ...]
-    decode_urls: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0 takes any free port."""
+    prefill_urls: tuple[str, ...] = option(
+        REQUIRED,
+        "A prefill instance; repeat for more, or separate with commas.",
+        flag="--prefill",
+        metavar="URL",
+        parse=_split,
+    )
+    decode_urls: tuple[str, ...] = option(
+        REQUIRED,
+        "A decode instance; repeat for more, or separate with commas.",
+        flag="--decode",
+        metavar="URL",
+        parse=_split,
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65_535)
     cluster_key: bytes | None = None
     """Signs the legs that carry transfer parameters, and is asked for at control ports; None leaves
     legs unsigned."""
     user_key_file: UserKeyFile | None = None
     """Where ``cluster_key`` is from, if it is this user's own."""
-    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.DECODE
-    mode: RouteMode = RouteMode.AUTO
-    """For requests that do not ask for one themselves."""
-    decode_choice: DecodeChoice = DecodeChoice.EARLY
-    decode_choice_progress: float = 0.5
-    """Late choice: the share of the prompt that is computed by then, 0 to 1."""
-    max_outstanding_handoffs: int = 32
-    """Pushes for one decode instance whose prefill is neither admitted nor answered."""
+    on_prefill_failure: OnPrefillFailure = option(
+        OnPrefillFailure.DECODE,
+        "When prefill fails: let decode do it all, answer an error, or (push) begin both legs "
+        "again once with another prefill instance, then let decode do it all.",
+        choices=("decode", "error", "retry"),
+    )
+    mode: RouteMode = option(
+        RouteMode.AUTO,
+        "How KV moves: auto pushes where both chosen instances can; push chooses among those "
+        "that can; what cannot be pushed is pulled. A request may set it by X-KVFerry-Mode.",
+        choices=tuple(RouteMode),
+    )
+    decode_choice: DecodeChoice = option(
+        DecodeChoice.EARLY,
+        "Push: choose decode at once, in turn; or by load once prefill has come some way. vLLM "
+        "does not tell how far it is: with it, late is at once, by load.",
+        choices=tuple(DecodeChoice),
+    )
+    decode_choice_progress: float = option(
+        0.5,
+        "Late choice: the share of the prompt that is computed by then.",
+        minimum=0,
+        maximum=1,
+    )
+    max_outstanding_handoffs: int = option(
+        32,
+        "Pushes per decode instance whose prefill is not yet admitted or answered; more wait.",
+        minimum=1,
+    )
     conversations: ConversationConfig = field(default_factory=ConversationConfig)
     engines: EngineConfig = field(default_factory=EngineConfig)
-    queue_timeout_s: float = 30.0
-    """How long a request waits for such a place."""
-    request_timeout_s: float = 600.0
-    """Bound of a whole request, its stream included."""
-    prefill_timeout_s: float = 120.0
-    """Bound of a prefill leg, and of the wait for the first byte of a streamed decode leg, which
-    counts from the end of prefill."""
-    connect_timeout_s: float = 5.0
+    queue_timeout_s: float = option(
+        30.0, "How long a request waits for that; then it is answered 503.", above=0
+    )
+    request_timeout_s: float = option(600.0, "Bound of a whole request, stream included.", above=0)
+    prefill_timeout_s: float = option(
+        120.0,
+        "Bound of a prefill leg, and then of the wait for a stream's first byte.",
+        above=0,
+    )
+    connect_timeout_s: float = option(5.0, "Bound of connecting to an instance.", above=0)
     cancel_timeout_s: float = 5.0
     """Bound of telling the instances that a handoff has ended."""
-    health_interval_s: float = 2.0
-    health_timeout_s: float = 2.0
-    shutdown_timeout_s: float = 30.0
-    """How long running requests may go on after the router was told to stop."""
-    max_inflight: int = 1024
-    max_body_bytes: int = 32 * 1024 * 1024
+    health_interval_s: float = option(
+        2.0,
+        "Time between two probes of an instance; half of it once one went unanswered.",
+        above=0,
+    )
+    health_timeout_s: float = option(
+        2.0,
+        "Bound of a probe. After two in a row without an answer, and nothing else from the "
+        "instance, what waits for it ends.",
+        above=0,
+    )
+    shutdown_timeout_s: float = option(
+        30.0, "How long running requests may go on after a signal to stop.", minimum=0
+    )
+    max_inflight: int = option(1024, "Requests at once; more are answered 429.", minimum=1)
+    max_body_bytes: int = option(
+        32 * 1024 * 1024, "Largest request body; a larger one is answered 413.", minimum=1
+    )
     max_answer_bytes: int = 64 * 1024 * 1024
     """Largest answer that is not a stream; a larger one is an error."""
 
     def __post_init__(self) -> None:
-        for option, urls in (("prefill", self.prefill_urls), ("decode", self.decode_urls)):
+        for option_name, urls in (("prefill", self.prefill_urls), ("decode", self.decode_urls)):
             if not urls:
-                raise ConfigError(f"--{option} is missing: give at least one instance's URL")
-            object.__setattr__(self, f"{option}_urls", tuple(map(normalise_url, urls)))
+                raise ConfigError(f"--{option_name} is missing: give at least one instance's URL")
+            object.__setattr__(self, f"{option_name}_urls", tuple(map(normalise_url, urls)))
         self.engines.check_urls(self.prefill_urls, self.decode_urls)
-        for option in (
-            "request_timeout_s",
-            "prefill_timeout_s",
-            "connect_timeout_s",
-            "cancel_timeout_s",
-            "health_interval_s",
-            "health_timeout_s",
-            "queue_timeout_s",
-            "max_outstanding_handoffs",
-            "max_inflight",
-            "max_body_bytes",
-            "max_answer_bytes",
-        ):
-            if not getattr(self, option) > 0:
-                raise ConfigError(f"--{option.replace('_', '-')} must be greater than 0")
-        if not 0 <= self.decode_choice_progress <= 1:
-            raise ConfigError("--decode-choice-progress must be 0 to 1")
-        if self.shutdown_timeout_s < 0:
-            raise ConfigError("--shutdown-timeout-s must not be negative")
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+        check_options(self)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
+from kvferry.options import REQUIRED, option
 from kvferry.router.urls import normalise_url
 
 _Value = TypeVar("_Value")
@@ -24,11 +25,37 @@ _MAX_PORT = 65_535
 class EngineConfig:
     """Options of what the instances are. Raises ``ConfigError``."""
 
-    kind: EngineKind = EngineKind.AUTO
-    control_addresses: Mapping[str, str] = field(default_factory=dict)
-    """Control ports by instance URL, of those that do not answer ``GET /kvferry/instance``."""
-    nixl_addresses: Mapping[str, NixlAddress] = field(default_factory=dict)
-    """Of prefill instances, by URL: with these both legs of a push go at once."""
+    kind: EngineKind = option(
+        EngineKind.AUTO,
+        "What all instances are: kvferry's own engine; vLLM with FerryConnector; vLLM with its "
+        "NixlConnector (pull) or its NixlPushConnector. auto: as --control or --nixl tells, else "
+        "kvferry.",
+        flag="--engine",
+        choices=tuple(EngineKind),
+    )
+    control_addresses: Mapping[str, str] = option(
+        REQUIRED,
+        "The control port of an instance given by --prefill or --decode, for vLLM with "
+        "FerryConnector; repeat for more. Without it an instance takes part in pulls only. With a "
+        "cluster key both sides must have the same.",
+        flag="--control",
+        metavar="URL=tcp://HOST:PORT",
+        parse=lambda texts: parse_control_addresses(texts),
+        default_factory=dict,
+    )
+    """By instance URL, of those that do not answer ``GET /kvferry/instance``."""
+    nixl_addresses: Mapping[str, NixlAddress] = option(
+        REQUIRED,
+        "For vllm-nixl-push: the engine_id in the kv-transfer-config of a prefill instance, and "
+        "the host and port of its side channel (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), with /tpN "
+        "after them for N tensor-parallel ranks; repeat for more. Without it decode is asked only "
+        "after prefill has answered.",
+        flag="--nixl",
+        metavar="URL=ENGINE_ID@HOST:PORT",
+        parse=lambda texts: parse_nixl_addresses(texts),
+        default_factory=dict,
+    )
+    """By the URL of a prefill instance: with these both legs of a push go at once."""
 
     def __post_init__(self) -> None:
         if self.control_addresses and self.nixl_addresses:

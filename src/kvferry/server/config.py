@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.connector.config import MAX_PORT, ExchangeConfig, is_loopback
 from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
-
-DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+from kvferry.options import check_options, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
     """Where and how HTTP is served. Raises ``ConfigError`` for a value that cannot work."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0 takes a free port."""
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    host: str = option("127.0.0.1", "Address that HTTP is served on.")
+    port: int = option(0, "0 takes a free port.", minimum=0, maximum=MAX_PORT)
+    max_body_bytes: int = 16 * 1024 * 1024
     inline_tokenize_chars: int = 8192
     """Longer texts are tokenised on a thread of their own."""
-    shutdown_timeout_s: float = 5.0
-    """For running requests to end after they have been told to."""
-    has_dev_endpoints: bool = False
-    """Whether anyone who reaches this server may empty its prefix cache."""
+    shutdown_timeout_s: float = option(
+        5.0,
+        "How long running requests may take to end on SIGTERM or Ctrl-C.",
+        minimum=0,
+        maximum=3600,
+    )
+    has_dev_endpoints: bool = option(
+        False,
+        "Serve POST /reset_prefix_cache, which forgets earlier prompts; for measurements.",
+        flag="--enable-dev-endpoints",
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"port {self.port} is not between 0 and 65535")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}")
-        if not 0 <= self.shutdown_timeout_s < 3600:
-            raise ConfigError(
-                f"shutdown_timeout_s must be 0 to 3600 seconds, not {self.shutdown_timeout_s}"
-            )
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +44,22 @@ class InstanceConfig:
     engine: EngineConfig
     exchange: ExchangeConfig
     http: HttpConfig
-    served_model_names: tuple[str, ...] = ()
-    """What clients call the model; none: ``model`` itself."""
-    transport: str = "auto"
-    """``nixl``, ``shm``, or ``auto``: the best that works here."""
-    ucx_tls: str | None = None
-    """UCX transports for nixl; None leaves UCX its choice."""
+    served_model_names: tuple[str, ...] = option(
+        (), "What clients call it; repeatable.", flag="--served-model-name"
+    )
+    """None: ``model`` itself."""
+    transport: str = option(
+        "auto",
+        "How KV moves; auto is nixl where it works, else shm (one host).",
+        choices=("auto", "nixl", "shm"),
+    )
+    ucx_tls: str | None = option(
+        None, "UCX's transports for nixl, such as tcp.", default_text="UCX's choice"
+    )
 
     def __post_init__(self) -> None:
         """Refuse to take ``kv_transfer_params`` from whoever reaches this host."""
+        check_options(self)
         if not self.exchange.has_cluster_key and not is_loopback(self.http.host):
             raise ConfigError(
                 f"the HTTP address {self.http.host} is reachable from other hosts, and an instance "

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from kvferry.connector.config import ExchangeConfig
+from kvferry.blocks.retention import RetentionLimits
+from kvferry.connector.config import (
+    DEFAULT_RECOMPUTE_THRESHOLD_TOKENS,
+    MAX_PORT,
+    ExchangeConfig,
+)
 from kvferry.errors import ConfigError
+from kvferry.options import check_options, option, read_options, same_as
 from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
-from kvferry.protocol.user_key import find_key
-
-_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-_Share = Annotated[float, Meta(gt=0, le=1)]
-_MAX_PORT = 65_535
-_Port = Annotated[int, Meta(ge=0, le=_MAX_PORT)]
+from kvferry.protocol.user_key import KeyChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,72 +31,80 @@ class WorkerRank:
     epoch: Epoch = field(default_factory=new_epoch)
 
 
-class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator may set; all have defaults. Durations in seconds, shares of the pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginSettings:
+    """What an operator may set. Those that ``ExchangeConfig`` has too go there as they are."""
 
-    instance_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """Stable over restarts; default: host name and control port, or the engine's id without one."""
-    control_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    control_port: _Port = 0
-    """0 takes a free port; the router needs one that is known. With tensor parallelism rank 0's;
-    the others' follow it."""
-    advertise_host: Annotated[str, Meta(min_length=1)] | None = None
-    cluster_key_file: Annotated[str, Meta(min_length=1)] | None = None
-    no_user_key: bool = False
-    """On loopback have no key, where none is given: any user of this host may ask."""
-    transport_backend: str = "UCX"
-    """NIXL's: ``UCX`` or ``LIBFABRIC``."""
-    ucx_tls: Annotated[str, Meta(min_length=1)] | None = None
-    recompute_threshold_tokens: Annotated[int, Meta(ge=0)] = 64
-    retention_s: Annotated[float, Meta(ge=0, le=86_400)] = 480.0
-    max_retained_share: _Share = 0.5
-    handoff_lease_s: _Seconds = 30.0
-    receive_timeout_s: _Seconds = 10.0
-    history_timeout_s: _Seconds = 5.0
-    prefill_timeout_s: _Seconds = 300.0
-    control_timeout_s: _Seconds = 2.0
-    max_held_share: _Share = 0.25
-    max_registered_share: _Share = 0.25
-    max_quarantine_share: _Share = 0.25
-    verify_transfers: bool = False
-    """Compare a digest of every moved block, in all modes, with peers that do so too; on a CPU."""
+    instance_id: str | None = option(
+        None,
+        "A name that stays the same over restarts.",
+        default_text="host name and control port, or the engine's id without one",
+    )
+    control_host: str = same_as(ExchangeConfig, "control_host")
+    control_port: int = same_as(
+        ExchangeConfig,
+        "control_port",
+        help="Port of the same; 0 takes a free one, but the router needs one that is known. With "
+        "tensor parallelism rank 0's; the others' follow it.",
+    )
+    advertise_host: str | None = same_as(ExchangeConfig, "advertise_host")
+    cluster_key_file: Path | None = same_as(KeyChoice, "cluster_key_file")
+    no_user_key: bool = same_as(KeyChoice, "no_user_key")
+    transport_backend: str = option("UCX", "NIXL's: UCX, or LIBFABRIC for EFA.")
+    ucx_tls: str | None = option(
+        None,
+        "UCX's transports, such as tcp.",
+        default_text="UCX_TLS, else UCX's choice without System V's shared memory, which it opens "
+        "to the user's group",
+    )
+    recompute_threshold_tokens: int = option(
+        DEFAULT_RECOMPUTE_THRESHOLD_TOKENS,
+        "Fewer missing prompt tokens than this are computed, not moved.",
+        minimum=0,
+    )
+    retention_s: float = same_as(RetentionLimits, "duration_s")
+    max_retained_share: float = same_as(RetentionLimits, "max_share")
+    handoff_lease_s: float = same_as(ExchangeConfig, "handoff_lease_s")
+    receive_timeout_s: float = same_as(ExchangeConfig, "receive_timeout_s")
+    history_timeout_s: float = same_as(ExchangeConfig, "history_timeout_s")
+    prefill_timeout_s: float = same_as(ExchangeConfig, "prefill_timeout_s")
+    control_timeout_s: float = same_as(ExchangeConfig, "control_timeout_s")
+    max_held_share: float = same_as(ExchangeConfig, "max_held_share")
+    max_registered_share: float = same_as(ExchangeConfig, "max_registered_share")
+    max_quarantine_share: float = same_as(ExchangeConfig, "max_quarantine_share")
+    verify_transfers: bool = same_as(ExchangeConfig, "verify_transfers")
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=False)
 
     def check_ports(self, num_ranks: int) -> None:
         """Raise ``ConfigError`` unless each of an engine's ranks has a control port."""
         last_port = self.control_port + num_ranks - 1
-        if num_ranks > 1 and not (self.control_port and last_port <= _MAX_PORT):
+        if num_ranks > 1 and not (self.control_port and last_port <= MAX_PORT):
             raise ConfigError(
                 f"tensor parallelism over {num_ranks} ranks needs as many control ports in a row: "
-                f"set control_port to the first one, 1 to {_MAX_PORT - num_ranks + 1}"
+                f"set control_port to the first one, 1 to {MAX_PORT - num_ranks + 1}"
             )
 
     def exchange_config(self, engine_id: str, rank: WorkerRank | None = None) -> ExchangeConfig:
         """Return the options of a worker's exchange; None: the only one. Raises ``ConfigError``."""
         worker = rank or WorkerRank()
-        key = find_key(
-            Path(self.cluster_key_file) if self.cluster_key_file else None,
-            os.environ,
-            is_local=is_loopback(self.control_host),
-            no_user_key=self.no_user_key,
-        )
-        return ExchangeConfig(
-            instance_id=InstanceId(self.instance_id or self._default_name(engine_id)),
-            epoch=worker.epoch,
-            control_host=self.control_host,
-            control_port=self.control_port + worker.rank,
-            advertise_host=self.advertise_host,
-            cluster_key=key.secret if key else None,
-            user_key_file=key.user_file if key else None,
-            handoff_lease_s=self.handoff_lease_s,
-            receive_timeout_s=self.receive_timeout_s,
-            history_timeout_s=self.history_timeout_s,
-            prefill_timeout_s=self.prefill_timeout_s,
-            control_timeout_s=self.control_timeout_s,
-            max_held_share=self.max_held_share,
-            max_registered_share=self.max_registered_share,
-            max_quarantine_share=self.max_quarantine_share,
-            verify_blocks=self.verify_transfers,
-        )
+        choice = KeyChoice(cluster_key_file=self.cluster_key_file, no_user_key=self.no_user_key)
+        key = choice.find(os.environ, is_local=is_loopback(self.control_host))
+        own = {entry.name for entry in fields(self)}
+        shared: dict[str, Any] = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(ExchangeConfig)
+            if entry.name in own
+        }
+        shared |= {
+            "instance_id": InstanceId(self.instance_id or self._default_name(engine_id)),
+            "epoch": worker.epoch,
+            "control_port": self.control_port + worker.rank,
+            "cluster_key": key.secret if key else None,
+            "user_key_file": key.user_file if key else None,
+        }
+        return ExchangeConfig(**shared)
 
     def _default_name(self, engine_id: str) -> str:
         if not self.control_port:
@@ -113,15 +118,4 @@ def parse_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
     vLLM itself reads some keys of it; those that kvferry does not know are refused all the same,
     since a misspelt one would be silently ignored.
     """
-    known = PluginSettings.__struct_fields__
-    for key in extra_config:
-        if key not in known:
-            (nearest,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"kv_connector_extra_config: unknown key {key!r}; the nearest is {nearest!r} of "
-                f"{', '.join(known)}"
-            )
-    try:
-        return msgspec.convert(dict(extra_config), PluginSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    return read_options(PluginSettings, extra_config, "kv_connector_extra_config")

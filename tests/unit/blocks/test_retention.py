@@ -29,16 +29,16 @@ def renewing() -> Instance:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"duration_s": -1}, "retention_s"),
-        ({"duration_s": math.nan}, "retention_s"),
-        ({"duration_s": math.inf}, "retention_s"),
-        ({"max_share": 0}, "max_retained_share"),
-        ({"max_share": 1.01}, "max_retained_share"),
-        ({"max_share": math.nan}, "max_retained_share"),
+        ({"duration_s": -1}, "--retention-s"),
+        ({"duration_s": math.nan}, "--retention-s"),
+        ({"duration_s": math.inf}, "--retention-s"),
+        ({"max_share": 0}, "--max-retained-share"),
+        ({"max_share": 1.01}, "--max-retained-share"),
+        ({"max_share": math.nan}, "--max-retained-share"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(options: dict[str, float], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"{named} must be"):
+    with pytest.raises(ConfigError, match=rf"{named}\) must be"):
         RetentionLimits(**options)  # type: ignore[arg-type]
 
 

@@ -75,7 +75,7 @@ def test_options_reach_each_configuration(started: list[InstanceConfig], tmp_pat
     exchange = config.exchange
     assert (exchange.instance_id, exchange.control_port) == ("p0", 7)
     assert (exchange.handoff_lease_s, exchange.receive_timeout_s) == (6.0, 7.0)
-    assert (exchange.max_held_share, exchange.verify_blocks) == (0.5, True)
+    assert (exchange.max_held_share, exchange.verify_transfers) == (0.5, True)
     assert (exchange.history_timeout_s, exchange.prefill_timeout_s) == (3.0, 8.0)
     assert exchange.max_registered_share == 0.125
     assert exchange.cluster_key == b"k" * 32
@@ -114,7 +114,7 @@ def test_defaults_are_for_one_host(started: list[InstanceConfig]) -> None:
     assert (first.http.host, first.http.port) == ("127.0.0.1", 0)
     assert not first.http.has_dev_endpoints
     assert first.exchange.control_host == "127.0.0.1"
-    assert first.engine.kv_cache_bytes == 1024**3
+    assert first.engine.kv_cache_gib == 1.0
     assert first.engine.prefix_caching
     assert first.engine.retention_limits() == RetentionLimits(480.0, 0.5, renews_on_use=False)
     assert first.engine.num_threads == len(os.sched_getaffinity(0))

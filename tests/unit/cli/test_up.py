@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 import pytest
 
+from kvferry.cli.deployment import topology_options
 from kvferry.cli.main import run
-from kvferry.cli.topology_options import topology_options
 from kvferry.cli.up import describe
 from kvferry.cluster.supervisor import Deployment, RunningInstance, RunningRouter
 from kvferry.cluster.topology import Topology
+from kvferry.errors import ConfigError
 from kvferry.protocol.params import Role
 
 
@@ -76,7 +77,7 @@ def test_up_starts_the_router_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match="does not exist"):
+    with pytest.raises(ConfigError, match=r"cannot read the topology file .*none\.toml"):
         _topology_for(["--topology", str(tmp_path / "none.toml")])
 
 

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
     [
         ({"block_size_tokens": 0}, "block_size_tokens"),
         ({"num_blocks": 0}, "num_blocks"),
-        ({"kv_cache_bytes": -1}, "kv_cache_bytes"),
+        ({"kv_cache_gib": -1.0}, "kv_cache_gib"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"num_threads": 0}, "num_threads"),
         ({"recompute_threshold_tokens": -1}, "recompute_threshold_tokens"),
@@ -37,11 +37,11 @@ def test_what_is_retained_follows_the_options() -> None:
 
 
 def test_number_of_blocks_wins_over_bytes() -> None:
-    assert EngineConfig(num_blocks=3, kv_cache_bytes=10_000).pool_num_blocks(10) == 3
-    assert EngineConfig(kv_cache_bytes=10_009).pool_num_blocks(10) == 1000
-    assert EngineConfig().pool_num_blocks(1024) == 512 * 1024
+    assert EngineConfig(num_blocks=3, kv_cache_gib=1.0).pool_num_blocks(10) == 3
+    assert EngineConfig(kv_cache_gib=10_009 / 1024**3).pool_num_blocks(10) == 1000
+    assert EngineConfig().pool_num_blocks(1024) == 1024 * 1024
 
 
 def test_bytes_for_less_than_a_block_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"9, less than one block of 10"):
-        EngineConfig(kv_cache_bytes=9).pool_num_blocks(10)
+    with pytest.raises(ConfigError, match=r"9 bytes, less than one block of 10"):
+        EngineConfig(kv_cache_gib=9 / 1024**3).pool_num_blocks(10)

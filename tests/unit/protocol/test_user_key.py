@@ -16,9 +16,9 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.signing import CLUSTER_KEY_VARIABLE, load_cluster_key
 from kvferry.protocol.user_key import (
     FOLDER_VARIABLE,
+    KeyChoice,
     OwnKey,
     UserKeyFile,
-    find_key,
     key_id,
     load_user_key,
     user_key_path,
@@ -210,25 +210,25 @@ def test_a_cut_off_key_is_refused(environment: dict[str, str]) -> None:
 
 
 def test_a_cluster_key_goes_first(environment: dict[str, str], tmp_path: Path) -> None:
-    assert find_key(None, environment, is_local=True) == _load(environment)
+    assert KeyChoice().find(environment, is_local=True) == _load(environment)
     environment[CLUSTER_KEY_VARIABLE] = _CLUSTER_KEY
-    assert find_key(None, environment, is_local=True) == OwnKey(_CLUSTER_KEY.encode())
+    assert KeyChoice().find(environment, is_local=True) == OwnKey(_CLUSTER_KEY.encode())
     file = tmp_path / "cluster"
     file.write_text("f" * 32)
     del environment[CLUSTER_KEY_VARIABLE]
-    assert find_key(file, environment, is_local=True) == OwnKey(b"f" * 32)
+    assert KeyChoice(cluster_key_file=file).find(environment, is_local=True) == OwnKey(b"f" * 32)
 
 
 def test_beyond_loopback_a_users_key_does_not_count(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    assert find_key(None, environment, is_local=False) is None
+    assert KeyChoice().find(environment, is_local=False) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_can_be_done_without(environment: dict[str, str], tmp_path: Path) -> None:
-    assert find_key(None, environment, is_local=True, no_user_key=True) is None
+    assert KeyChoice(no_user_key=True).find(environment, is_local=True) is None
     assert list(tmp_path.iterdir()) == []
     environment[CLUSTER_KEY_VARIABLE] = _CLUSTER_KEY
     with pytest.raises(ConfigError, match="--no-user-key"):
-        find_key(None, environment, is_local=True, no_user_key=True)
+        KeyChoice(no_user_key=True).find(environment, is_local=True)

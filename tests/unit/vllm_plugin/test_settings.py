@@ -77,7 +77,7 @@ def test_of_a_misspelt_option_the_nearest_is_named_and_all_that_are_known(
     told = f"unknown key '{key}'; the nearest is '{nearest}'"
     with pytest.raises(ConfigError, match=told) as caught:
         parse_settings({"retention_s": 1, key: 7001})
-    assert all(name in str(caught.value) for name in PluginSettings.__struct_fields__)
+    assert all(name in str(caught.value) for name in PluginSettings.__dataclass_fields__)
 
 
 def test_other_hosts_need_a_cluster_key(tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_on_loopback_the_users_own_key_is_the_key() -> None:
 @pytest.mark.parametrize("verifies", [True, False])
 def test_transfers_are_verified_where_that_is_wanted(verifies: bool) -> None:
     config = parse_settings({"verify_transfers": verifies}).exchange_config("a")
-    assert config.verify_blocks is verifies
+    assert config.verify_transfers is verifies

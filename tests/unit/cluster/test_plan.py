@@ -1,4 +1,4 @@
-"""Command lines say what the topology says, and use only flags that the commands have."""
+"""Cores and command lines: what the topology says, and only flags that the commands have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.cli.main import build_command
-from kvferry.cluster.commands import engine_arguments, router_arguments
+from kvferry.cluster.plan import assign_cores, engine_arguments, router_arguments
 from kvferry.cluster.topology import InstanceGroup, RouterTopology, Topology
 
 _READY = Path("/run/x.ready.json")
@@ -85,3 +87,32 @@ def test_commands_accept_the_arguments(group: InstanceGroup) -> None:
             assert child is not None
             found, rest = child, rest[1:]
         found.make_context("kvferry", list(rest))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "available", "dealt"),
+    [
+        ([1, 1], [0, 1], ((0,), (1,))),
+        ([1, 1], [4, 7], ((4,), (7,))),
+        ([1, 1], [3], ((), ())),
+        ([1], [], ((),)),
+        ([1, 1, 1, 1], [0, 1], ((0,), (1,), (0,), (1,))),
+        ([2, 2], [0, 1, 2, 3], ((0, 1), (2, 3))),
+        ([3, 1], [0, 1], ((0, 1), (0,))),
+        ([2, 2], [0, 1, 2], ((0, 1), (0, 2))),
+    ],
+)
+def test_assignment(
+    wanted: list[int], available: list[int], dealt: tuple[tuple[int, ...], ...]
+) -> None:
+    assert assign_cores(wanted, available) == list(dealt)
+
+
+@given(
+    wanted=st.lists(st.integers(1, 6), max_size=6),
+    available=st.lists(st.integers(0, 63), min_size=2, max_size=8, unique=True),
+)
+def test_everyone_gets_what_there_is(wanted: list[int], available: list[int]) -> None:
+    for count, cores in zip(wanted, assign_cores(wanted, available), strict=True):
+        assert len(set(cores)) == len(cores) == min(count, len(available))
+        assert set(cores) <= set(available)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvferry.cluster.logs import LogFollower
+from kvferry.cluster.process import LogFollower
 
 
 def test_lines_are_passed_on_once(tmp_path: Path) -> None:
