@@ -26,7 +26,6 @@ from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
 from kvferry.protocol.signing import SIGNATURE_VALIDITY_S
-from kvferry.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION, is_supported
 
 MAX_CLOCK_SKEW_S = 10.0
 _CLOCK_MARGIN_S = 5.0
@@ -205,13 +204,6 @@ def _versions(facts: DeploymentFacts) -> Iterator[Finding]:
         for item in facts.instances
         if item.control is not None and item.control.protocol_version is not None
     }
-    for name, version in spoken.items():
-        if not is_supported(version):
-            yield Check("protocol", name).failed(
-                f"version {version}; here versions {OLDEST_SUPPORTED_VERSION} to "
-                f"{PROTOCOL_VERSION + 1} are understood",
-                "run kvferry releases that are at most one protocol version apart",
-            )
     check, listed = Check("protocol", _ALL), f"versions {_listed(spoken)}"
     if spoken and max(spoken.values()) - min(spoken.values()) > 1:
         yield check.failed(

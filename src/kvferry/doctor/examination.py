@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import resource
@@ -65,27 +66,43 @@ async def examine(assignment: Assignment, rng: random.Random, say: Say) -> Deplo
         async with aiohttp.ClientSession(headers=headers) as session:
             questions = Questions(HttpClient(session, assignment.timeout_s), ports)
             say("asking who is there")
-            found = await asyncio.gather(*(_router(questions, url) for url in assignment.urls))
-            routers = tuple(router for router in found if router is not None)
-            targets = _targets(assignment, routers)
-            instances = await asyncio.gather(
-                *(_instance(questions, url, address) for url, address in targets.items())
-            )
-            facts = DeploymentFacts(
-                instances=tuple(
-                    replace(item, is_control_given=item.url in assignment.control_addresses)
-                    for item in instances
-                ),
-                routers=routers,
-                are_transfers_wanted=assignment.handoffs is not None,
-                has_cluster_key=assignment.cluster_key is not None,
-            )
-            if any(await asyncio.gather(*(is_this_host(item.url) for item in facts.instances))):
-                facts = replace(facts, host=host_facts())
+            facts = await _asked(questions, assignment)
             if assignment.handoffs is None:
                 return facts
-            probe = HandoffProbe(questions, assignment.handoffs, assignment.cluster_key, rng)
-            return await _with_handoffs(facts, probe, assignment.max_pairs, say)
+            probe = functools.partial(
+                HandoffProbe,
+                questions=questions,
+                plan=assignment.handoffs,
+                cluster_key=assignment.cluster_key,
+                rng=rng,
+            )
+            directions = list(fitting_directions(facts))
+            tried = directions[: assignment.max_pairs]
+            pairs = []
+            for number, (source, target) in enumerate(tried, start=1):
+                say(f"handing over from {source.name} to {target.name} ({number} of {len(tried)})")
+                pairs.append(await probe(source=source, target=target).measure())
+            num_left_out = len(directions) - len(tried)
+            return replace(facts, pairs=tuple(pairs), num_pairs_left_out=num_left_out)
+
+
+async def _asked(questions: Questions, assignment: Assignment) -> DeploymentFacts:
+    """Return what routers and instances answer; no handoff is tried."""
+    found = await asyncio.gather(*(_router(questions, url) for url in assignment.urls))
+    routers = tuple(router for router in found if router is not None)
+    given = assignment.control_addresses
+    targets = _targets(assignment, routers).items()
+    instances = await asyncio.gather(
+        *(_instance(questions, url, address, is_given=url in given) for url, address in targets)
+    )
+    is_here = any(await asyncio.gather(*(is_this_host(item.url) for item in instances)))
+    return DeploymentFacts(
+        instances=tuple(instances),
+        routers=routers,
+        are_transfers_wanted=assignment.handoffs is not None,
+        has_cluster_key=assignment.cluster_key is not None,
+        host=host_facts() if is_here else None,
+    )
 
 
 async def _router(questions: Questions, url: str) -> RouterFacts | None:
@@ -111,10 +128,12 @@ def _targets(assignment: Assignment, routers: tuple[RouterFacts, ...]) -> dict[s
     return targets
 
 
-async def _instance(questions: Questions, url: str, address: str | None) -> InstanceFacts:
+async def _instance(
+    questions: Questions, url: str, address: str | None, *, is_given: bool
+) -> InstanceFacts:
     """Return what an instance says, over HTTP and where it can be asked at control ports."""
     http = await questions.instance(url)
-    facts = InstanceFacts(url=url, http=http)
+    facts = InstanceFacts(url=url, http=http, is_control_given=is_given)
     if address is None and http.info is not None:
         address = http.info.control_address
     if address is None:
@@ -124,19 +143,6 @@ async def _instance(questions: Questions, url: str, address: str | None) -> Inst
     if advertised is not None and advertised != address:
         facts = replace(facts, advertised=await questions.control(advertised))
     return facts
-
-
-async def _with_handoffs(
-    facts: DeploymentFacts, probe: HandoffProbe, max_pairs: int, say: Say
-) -> DeploymentFacts:
-    directions = list(fitting_directions(facts))
-    tried = directions[:max_pairs]
-    pairs = []
-    for number, (source, target) in enumerate(tried, start=1):
-        say(f"handing over from {source.name} to {target.name} ({number} of {len(tried)})")
-        pairs.append(await probe.measure(source, target))
-    num_left_out = len(directions) - len(tried)
-    return replace(facts, pairs=tuple(pairs), num_pairs_left_out=num_left_out)
 
 
 def fitting_directions(

@@ -90,88 +90,75 @@ def lengths_of(plan: HandoffPlan, source: InstanceFacts, target: InstanceFacts) 
     return Lengths(short=num_short_blocks * block_size + 1, long=num_long_blocks * block_size + 1)
 
 
-@dataclass(slots=True)
-class _Pair:
-    """One direction, and what was found out of it so far."""
+@dataclass(slots=True, kw_only=True)
+class HandoffProbe:
+    """Hands random prompts, which no cache knows, over from one instance to another."""
 
+    questions: Questions
+    plan: HandoffPlan
+    cluster_key: bytes | None
+    rng: random.Random
     source: InstanceFacts
     target: InstanceFacts
-    short: list[HandoffSample] = field(default_factory=list)
-    long: list[HandoffSample] = field(default_factory=list)
-    answered_by: PeerAddress | None = None
+    _short: list[HandoffSample] = field(init=False, default_factory=list)
+    _long: list[HandoffSample] = field(init=False, default_factory=list)
+    _answered_by: PeerAddress | None = field(init=False, default=None)
 
-    @property
-    def is_reported(self) -> bool:
-        """Whether the target's answers say what was moved."""
-        return self.target.http.info is not None
-
-    def facts(self, error: FerryError | None = None, outcome: str = "") -> PairFacts:
-        told = error if isinstance(error, HandoffFailedError) else HandoffFailedError("")
-        return PairFacts(
-            source_url=self.source.url,
-            target_url=self.target.url,
-            short=tuple(self.short),
-            long=tuple(self.long),
-            outcome=outcome or told.outcome,
-            error=str(error or ""),
-            remedy=told.remedy,
-            answered_by=self.answered_by,
-        )
-
-
-class HandoffProbe:
-    """Hands over random prompts that no cache knows."""
-
-    def __init__(
-        self,
-        questions: Questions,
-        plan: HandoffPlan,
-        cluster_key: bytes | None,
-        rng: random.Random,
-    ) -> None:
-        self._questions = questions
-        self._plan = plan
-        self._cluster_key = cluster_key
-        self._rng = rng
-
-    async def measure(self, source: InstanceFacts, target: InstanceFacts) -> PairFacts:
-        """Return what handoffs from ``source`` to ``target`` cost, or why the first one failed."""
-        pair = _Pair(source, target)
-        lengths = lengths_of(self._plan, source, target)
+    async def measure(self) -> PairFacts:
+        """Return what handoffs cost, or why the first one failed."""
+        lengths = lengths_of(self.plan, self.source, self.target)
         try:
             if lengths is None:
                 raise HandoffFailedError(
                     "the pools or the model's length are too small for a prompt to move",
                     remedy="give the instances more KV memory",
                 )
-            return pair.facts(outcome=await self._sample(pair, lengths))
+            return self._facts(outcome=await self._sample(lengths))
+        except HandoffFailedError as error:
+            return self._facts(error=str(error), outcome=error.outcome, remedy=error.remedy)
         except FerryError as error:
-            return pair.facts(error)
+            return self._facts(error=str(error))
 
-    async def _sample(self, pair: _Pair, lengths: Lengths) -> str:
+    def _facts(self, *, error: str = "", outcome: str = "", remedy: str = "") -> PairFacts:
+        return PairFacts(
+            source_url=self.source.url,
+            target_url=self.target.url,
+            short=tuple(self._short),
+            long=tuple(self._long),
+            outcome=outcome,
+            error=error,
+            remedy=remedy,
+            answered_by=self._answered_by,
+        )
+
+    @property
+    def _is_reported(self) -> bool:
+        """Whether the target's answers say what was moved."""
+        return self.target.http.info is not None
+
+    async def _sample(self, lengths: Lengths) -> str:
         """Hand over as planned; return the outcome of a receive that failed, if one did."""
-        target = pair.target
-        before = {} if pair.is_reported else await self._questions.pulls(target.url)
-        await self._hand_over(pair, lengths.short)
-        if not pair.is_reported:
-            await self._require_counted(target, before)
-        for _ in range(self._plan.repeats):
-            pair.short += await self._hand_over(pair, lengths.short)
-            pair.long += await self._hand_over(pair, lengths.long)
-        if not pair.long:
+        before = {} if self._is_reported else await self.questions.pulls(self.target.url)
+        await self._hand_over(lengths.short)
+        if not self._is_reported:
+            await self._require_counted(before)
+        for _ in range(self.plan.repeats):
+            self._short += await self._hand_over(lengths.short)
+            self._long += await self._hand_over(lengths.long)
+        if not self._long:
             raise HandoffFailedError(
                 f"the target computed {lengths.long} tokens itself",
                 remedy="lower its recompute threshold, or try with more --tokens",
             )
         for _ in range(MAX_FURTHER_SAMPLES):
-            if not seems_slow(pair.facts(), pair.source, target):
+            if not seems_slow(self._facts(), self.source, self.target):
                 break
-            pair.long += await self._hand_over(pair, lengths.long)
-        return "" if pair.is_reported else _failed(await self._outcomes(target, before))
+            self._long += await self._hand_over(lengths.long)
+        return "" if self._is_reported else _failed(await self._outcomes(before))
 
-    async def _hand_over(self, pair: _Pair, num_tokens: int) -> list[HandoffSample]:
+    async def _hand_over(self, num_tokens: int) -> list[HandoffSample]:
         """Hand one prompt over; return nothing where the target preferred to compute it."""
-        draw = self._rng.randint
+        draw = self.rng.randint
         body: Json = {
             "prompt": [draw(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(num_tokens)],
             "max_tokens": _MAX_TOKENS,
@@ -179,38 +166,36 @@ class HandoffProbe:
             "ignore_eos": True,
             "cache_salt": secrets.token_hex(16),
         }
-        answer = await self._both_legs(pair, body)
-        if pair.is_reported:
+        answer = await self._both_legs(body)
+        if self._is_reported:
             return _reported(answer, num_tokens)
         # As a handoff again, since a request of its own would be retained as a conversation.
-        again = await self._both_legs(pair, body)
-        return [_timed(pair.target, num_tokens, answer.elapsed_s - again.elapsed_s)]
+        again = await self._both_legs(body)
+        return [_timed(self.target, num_tokens, answer.elapsed_s - again.elapsed_s)]
 
-    async def _both_legs(self, pair: _Pair, body: Json) -> Reply:
+    async def _both_legs(self, body: Json) -> Reply:
         """Return decode's answer."""
         transfer_id = new_transfer_id()
-        offered = await self._prefill(pair.source, body, transfer_id)
-        pair.answered_by = holder = _LEGS.peer_in(offered)
+        offered = await self._prefill(body, transfer_id)
+        self._answered_by = holder = _LEGS.peer_in(offered)
         try:
-            if pair.source.is_another(holder):
+            if self.source.is_another(holder):
                 raise HandoffFailedError("")  # No result would be the source's: said of its port.
             # Nothing of it is worth keeping for a next turn.
             fields = _LEGS.decode_fields(body, offered, retention_s=0)
-            if pair.is_reported:
+            if self._is_reported:
                 fields[REPORT_FIELD] = True
-            answer = await self._complete(pair.target, fields, transfer_id)
-            if pair.is_reported:
+            answer = await self._complete(self.target, fields, transfer_id)
+            if self._is_reported:
                 _require_received(answer)
         except FerryError:
-            await self._withdraw(pair.source, transfer_id, holder)
+            await self._withdraw(transfer_id, holder)
             raise
         return answer
 
-    async def _prefill(
-        self, source: InstanceFacts, body: Json, transfer_id: TransferId
-    ) -> msgspec.Raw:
+    async def _prefill(self, body: Json, transfer_id: TransferId) -> msgspec.Raw:
         """Return what prefill offers. Raises ``HandoffFailedError`` if it offers nothing."""
-        fields = _LEGS.prefill_fields(body, transfer_id, Mode.PULL)
+        source, fields = self.source, _LEGS.prefill_fields(body, transfer_id, Mode.PULL)
         answer = await self._complete(source, fields, transfer_id)
         offered = _LEGS.offered_params(answer.body)
         if offered is not None:
@@ -219,7 +204,7 @@ class HandoffProbe:
             remedy = "look whether the server runs FerryConnector with kv_role kv_both"
         elif source.http.user_key is not None:
             remedy = source.http.user_key.remedy
-        elif self._cluster_key is None:
+        elif self.cluster_key is None:
             remedy = "give the instances' cluster key: without it their transfers are not obeyed"
         else:
             remedy = "give the cluster key that the instances have, and synchronise the clocks"
@@ -231,12 +216,12 @@ class HandoffProbe:
         """Return the answer to one leg. Raises ``HandoffFailedError`` unless it is a success."""
         encoded = msgspec.json.encode({**fields, "model": at.http.model})
         try:
-            reply = await self._questions.http.ask(
+            reply = await self.questions.http.ask(
                 f"{at.url}/v1/completions",
                 method="POST",
                 body=encoded,
                 headers=self._signature(encoded, transfer_id),
-                timeout_s=self._plan.timeout_s,
+                timeout_s=self.plan.timeout_s,
             )
         except PeerUnreachableError as error:
             raise HandoffFailedError(f"{at.name}: {error}") from error
@@ -245,15 +230,14 @@ class HandoffProbe:
         return reply
 
     def _signature(self, body: bytes, transfer_id: TransferId) -> dict[str, str]:
-        return signature_headers(self._cluster_key, body, transfer_id, time.time())
+        return signature_headers(self.cluster_key, body, transfer_id, time.time())
 
-    async def _withdraw(
-        self, source: InstanceFacts, transfer_id: TransferId, holder: PeerAddress | None
-    ) -> None:
+    async def _withdraw(self, transfer_id: TransferId, holder: PeerAddress | None) -> None:
         """Have what the source holds dropped at once; otherwise its lease would end it."""
+        source = self.source
         if source.http.info is not None:
             with contextlib.suppress(PeerUnreachableError):
-                await self._questions.http.ask(
+                await self.questions.http.ask(
                     f"{source.url}/kvferry/transfers/{transfer_id}",
                     method="DELETE",
                     headers=self._signature(b"", transfer_id),
@@ -266,16 +250,16 @@ class HandoffProbe:
                     # Where the doctor has had an answer: the other may be for peers only.
                     holder = PeerAddress(holder.instance_id, holder.epoch, control.address)
             holders = [holder.of_rank(rank) for rank in range(num_ranks)]
-            limit_s = self._questions.http.timeout_s
-            await self._questions.ports.cancel(_DOCTOR, transfer_id, holders, limit_s)
+            limit_s = self.questions.http.timeout_s
+            await self.questions.ports.cancel(_DOCTOR, transfer_id, holders, limit_s)
 
-    async def _require_counted(self, target: InstanceFacts, before: dict[str, float]) -> None:
+    async def _require_counted(self, before: dict[str, float]) -> None:
         """Raise ``HandoffFailedError`` unless the target counts a receive that went well."""
         deadline_s = time.monotonic() + _COUNT_WAIT_S
-        while not (counts := await self._outcomes(target, before)):
+        while not (counts := await self._outcomes(before)):
             if time.monotonic() > deadline_s:
                 raise HandoffFailedError(
-                    f"{target.name} counts no receive in its metrics",
+                    f"{self.target.name} counts no receive in its metrics",
                     remedy="look whether it runs FerryConnector, and at its recompute threshold",
                 )
             await asyncio.sleep(_COUNT_INTERVAL_S)
@@ -283,9 +267,9 @@ class HandoffProbe:
         if failed:
             raise HandoffFailedError(f"the blocks did not come: {failed}", outcome=failed)
 
-    async def _outcomes(self, target: InstanceFacts, before: dict[str, float]) -> list[str]:
+    async def _outcomes(self, before: dict[str, float]) -> list[str]:
         """Return the outcomes of which the target counts more than before."""
-        counts = await self._questions.pulls(target.url)
+        counts = await self.questions.pulls(self.target.url)
         return [outcome for outcome, count in counts.items() if count > before.get(outcome, 0)]
 
 

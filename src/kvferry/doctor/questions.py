@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from kvferry.errors import PeerUnreachableError
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.user_key import UserKeyFile
 
+_Decoded = TypeVar("_Decoded")
 _LOAD_METRICS: Mapping[str, str] = {
     "num_requests_running": "vllm:num_requests_running",
     "num_requests_waiting": "vllm:num_requests_waiting",
@@ -112,11 +114,8 @@ class Questions:
         Raises ``PeerUnreachableError`` if nothing answers.
         """
         reply = await self.http.ask(f"{url}/kvferry/fleet")
-        if reply.status != 200:
-            return None
-        try:
-            fleet = msgspec.json.decode(reply.body, type=_Fleet)
-        except msgspec.MsgspecError:
+        fleet = _decoded(reply, _Fleet)
+        if fleet is None:
             return None
         routed = [item.facts("prefill") for item in fleet.prefill]
         routed += [item.facts("decode") for item in fleet.decode]
@@ -137,8 +136,9 @@ class Questions:
                 models_error=models_error,
             )
             if shown.status == 200:
-                return _of_kvferry(told, shown.body)
-            engine = _vllm(await self.http.ask(f"{url}/version"))
+                return _of_kvferry(told, shown)
+            version = _decoded(await self.http.ask(f"{url}/version"), _Version)
+            engine = f"vLLM {version.version}" if version and version.version else ""
             return replace(told, engine=engine, load=load_of_metrics(await self._metrics(url)))
         except PeerUnreachableError as error:
             return HttpFacts(error=str(error))
@@ -154,6 +154,14 @@ class Questions:
         return (await self.http.ask(f"{url}/metrics")).body.decode(errors="replace")
 
 
+def _decoded(reply: Reply, kind: type[_Decoded]) -> _Decoded | None:
+    """Return an answer as ``kind``, None where it is an error or cannot be read as that."""
+    try:
+        return msgspec.json.decode(reply.body, type=kind) if reply.status == 200 else None
+    except msgspec.MsgspecError:
+        return None
+
+
 def _model(reply: Reply) -> tuple[_Model, str]:
     """Return the model that is served first, or why it is not known."""
     if reply.status != 200:
@@ -165,24 +173,12 @@ def _model(reply: Reply) -> tuple[_Model, str]:
     return (models[0], "") if models else (_Model(), "it names no model")
 
 
-def _vllm(reply: Reply) -> str:
-    """Return the engine with its version; empty: it does not say."""
-    try:
-        found = msgspec.json.decode(reply.body, type=_Version).version
-    except msgspec.MsgspecError:
-        return ""
-    return f"vLLM {found}" if found and reply.status == 200 else ""
-
-
-def _of_kvferry(told: HttpFacts, answer: bytes) -> HttpFacts:
+def _of_kvferry(told: HttpFacts, answer: Reply) -> HttpFacts:
     """Return what was told, with what kvferry's own engine shows of itself."""
-    info, info_error = parse_info(answer)
+    info, info_error = parse_info(answer.body)
     told = replace(told, engine="kvferry", info=info, info_error=info_error)
-    try:
-        shown = msgspec.json.decode(answer, type=_Shown)
-    except msgspec.MsgspecError:
-        return told
-    if info is None:
+    shown = _decoded(answer, _Shown)
+    if info is None or shown is None:
         return told
     load = LoadFacts(
         num_requests_running=shown.num_requests_running,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from typing import Any
@@ -67,11 +68,12 @@ async def _measure(
 ) -> PairFacts:
     plan = HandoffPlan(num_tokens=256, repeats=2, timeout_s=30)
     async with served(source, target, key=key) as questions:
-        probe = HandoffProbe(questions, plan, key, random.Random(1))
+        make = functools.partial(HandoffProbe, questions=questions, plan=plan, cluster_key=key)
         asked = _facts(source, "prefill")
         assert asked.control is not None
         asked = replace(asked, control=replace(asked.control, address=source_address))
-        return await probe.measure(asked, _facts(target, "decode"))
+        probe = make(rng=random.Random(1), source=asked, target=_facts(target, "decode"))
+        return await probe.measure()
 
 
 def _own(name: str, **changes: Any) -> FakeInstance:  # noqa: ANN401 - fields of FakeInstance
