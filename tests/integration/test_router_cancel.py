@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvferry.router.prefill_leg import PrefillLeg
+from kvferry.router.request.prefill_leg import PrefillLeg
 from kvferry.router.upstream import LegAnswer
 from tests.integration.router_setup import PATH, Deployment, deployment
 from tests.support.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine

@@ -13,7 +13,7 @@ from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import PeerUnreachableError, RemoteProtocolError
 from kvferry.protocol.messages import Released
 from kvferry.router.engines import EngineConfig
-from kvferry.router.fleet import Health
+from kvferry.router.fleet.registry import Health
 from tests.integration.fake_control_port import FakeControlPort, fake_control_port
 from tests.integration.router_setup import Deployment, vllm_deployment
 from tests.integration.test_router_process import router_process

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvferry.router.config import OnPrefillFailure
-from kvferry.router.fleet import Health
+from kvferry.router.fleet.registry import Health
 from tests.integration.router_setup import Deployment, deployment, events_of
 from tests.support.scripted_engine import Script
 

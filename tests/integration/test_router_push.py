@@ -10,7 +10,7 @@ import pytest
 from kvferry.protocol.params import KvTransferParams, Mode, Role, parse_params
 from kvferry.protocol.signing import SIGNATURE_HEADER, verify
 from kvferry.router.config import OnPrefillFailure, RouteMode
-from kvferry.router.fleet import Health
+from kvferry.router.fleet.registry import Health
 from tests.integration.router_setup import Deployment, deployment
 from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script
 

@@ -15,16 +15,16 @@ from kvferry.protocol.client_headers import REQUEST_ID_HEADER
 from kvferry.protocol.params import Role
 from kvferry.router import answers
 from kvferry.router.admission import Admission
-from kvferry.router.context import Outcome, RequestContext
-from kvferry.router.fleet import Health, InstanceView
+from kvferry.router.fleet.registry import Health, InstanceView
 from kvferry.router.headers import (
     acceptable_request_id,
     answer_headers,
     request_headers,
 )
 from kvferry.router.metrics import CONTENT_TYPE
-from kvferry.router.pipeline import Pipeline
-from kvferry.router.steps import StepTools
+from kvferry.router.request.context import Outcome, RequestContext
+from kvferry.router.request.run import Pipeline
+from kvferry.router.request.state import StepTools
 from kvferry.router.upstream import LegAnswer, LegFailedError, closing_leg
 
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvferry.observe.metrics import CONTENT_TYPE, Metrics
 from kvferry.protocol.params import Mode, Role
 from kvferry.router.config import DecodeChoice
-from kvferry.router.context import Outcome
-from kvferry.router.credits import HandoffCredits
-from kvferry.router.decider import PlainReason
-from kvferry.router.fleet import Fleet, Health
-from kvferry.router.preference import HolderChoice
-from kvferry.router.recall import LookupResult
+from kvferry.router.fleet.registry import Fleet, Health
+from kvferry.router.history.recall import LookupResult
+from kvferry.router.request.context import Outcome
+from kvferry.router.request.credits import HandoffCredits
+from kvferry.router.request.decider import PlainReason
+from kvferry.router.request.preference import HolderChoice
 
 __all__ = ["CONTENT_TYPE", "RouterFigures"]
 

@@ -21,27 +21,27 @@ from kvferry.observe.metrics import Metrics
 from kvferry.protocol.params import Role
 from kvferry.router.admission import Admission
 from kvferry.router.app import Routes
-from kvferry.router.cleanup import TransferCleanup
 from kvferry.router.config import DecodeChoice, RouterConfig
-from kvferry.router.conversation import Recogniser
-from kvferry.router.conversation_step import ConversationStep
-from kvferry.router.conversations import MemoryStore
-from kvferry.router.credits import HandoffCredits
-from kvferry.router.decode_step import DecodeStep
-from kvferry.router.filters import able_to_push, usable
-from kvferry.router.fleet import Fleet
-from kvferry.router.health import HealthMonitor, ProbeTimes
-from kvferry.router.identities import identity_source
-from kvferry.router.leg_wait import LegWaits
+from kvferry.router.fleet.health import HealthMonitor, ProbeTimes
+from kvferry.router.fleet.identities import identity_source
+from kvferry.router.fleet.leg_wait import LegWaits
+from kvferry.router.fleet.registry import Fleet
+from kvferry.router.history.conversations import MemoryStore
+from kvferry.router.history.keys import Recogniser
+from kvferry.router.history.recall import Recall
 from kvferry.router.metrics import RouterFigures
-from kvferry.router.picker import ChoicePolicy
-from kvferry.router.pipeline import Pipeline
-from kvferry.router.prefill_step import PrefillStep
-from kvferry.router.push_step import PushStep
-from kvferry.router.recall import Recall
-from kvferry.router.scorers import fewest_inflight, most_free_blocks
+from kvferry.router.request.conversation_step import ConversationStep
+from kvferry.router.request.credits import HandoffCredits
+from kvferry.router.request.decode_step import DecodeStep
+from kvferry.router.request.filters import able_to_push, usable
+from kvferry.router.request.plan import ChoicePolicy
+from kvferry.router.request.prefill_step import PrefillStep
+from kvferry.router.request.push_step import PushStep
+from kvferry.router.request.run import Pipeline
+from kvferry.router.request.scorers import fewest_inflight, most_free_blocks
+from kvferry.router.request.state import DecideStep, ParseStep, StepTools
+from kvferry.router.request.transfers import TransferCleanup
 from kvferry.router.signer import Signer
-from kvferry.router.steps import DecideStep, ParseStep, StepTools
 from kvferry.router.upstream import Upstream
 
 # Requests have been waited for before the server's own shutdown begins.

@@ -1,0 +1,1 @@
+"""The instances of a router: their health, who they say they are, and what waits for them."""

@@ -1,0 +1,1 @@
+"""Conversations: what a request is recognised by, and which instance holds its history."""
