@@ -24,6 +24,7 @@ _METRIC = re.compile(r"\bkvferry_[a-z0-9_]+\b")
 _COMMAND = re.compile(r"(?:^|(?<=[\s`$]))kvferry((?: [^\s`|&;<>]+)*)", re.MULTILINE)
 _MAKE = re.compile(r"(?:^|(?<=[\s`$]))make ([a-z]+)\b", re.MULTILINE)
 _TREE_LINE = re.compile(r"^[│├└─ ]*([A-Z][A-Za-z]+Error)\b")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _documents(root: Path) -> list[Path]:
@@ -83,9 +84,13 @@ def _defined_names(root: Path) -> set[str]:
     for path in (root / "src" / "kvferry").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                members = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+                members = [m for m in node.body if isinstance(m, _FUNCTIONS)]
                 names |= {node.name, *(f"{node.name}.{member.name}" for member in members)}
     return names
+
+
+def _functions_of(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, _FUNCTIONS)}
 
 
 def test_functions_on_the_ways_through_the_tree_exist(root: Path) -> None:
@@ -94,6 +99,8 @@ def test_functions_on_the_ways_through_the_tree_exist(root: Path) -> None:
     named = re.findall(r"`([A-Z][A-Za-z]+\.[a-z_]+)`", page)
     assert len(named) > 20
     assert set(named) <= defined
+    for name, function in re.findall(r"`([a-z_/]+\.py)` `([a-z_]+)`", page):
+        assert function in _functions_of(root / "src" / "kvferry" / name), f"{name} {function}"
 
 
 def test_metrics_exist(root: Path) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvferry.router.request.prefill_leg import PrefillLeg
+from kvferry.router.request import push
 from kvferry.router.upstream import LegAnswer
 from tests.integration.router_setup import PATH, Deployment, deployment
 from tests.support.scripted_engine import DEFAULT_EVENTS, Script, ScriptedEngine
@@ -104,7 +104,7 @@ async def test_leaving_with_the_whole_answer_gives_the_place_back(
 ) -> None:
     is_ending = asyncio.Event()
 
-    async def end_slowly(_: PrefillLeg) -> LegAnswer:
+    async def end_slowly(*_: object) -> LegAnswer:
         try:
             await asyncio.Event().wait()
         finally:
@@ -112,7 +112,7 @@ async def test_leaving_with_the_whole_answer_gives_the_place_back(
             await asyncio.Event().wait()
         raise AssertionError("never")
 
-    monkeypatch.setattr(PrefillLeg, "run", end_slowly)
+    monkeypatch.setattr(push, "run_prefill_leg", end_slowly)
     async with deployment(capabilities=("pull", "push")) as world:
         caller = await Caller.call(world, _STREAM)
         await caller.reader.readuntil(b"data: [DONE]")

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.observe.log import ROOT_LOGGER_NAME
 from kvferry.router.config import ConversationConfig, OnPrefillFailure
-from kvferry.router.history.tenant import salt_of
+from kvferry.router.history.keys import salt_of
 from tests.integration.router_setup import Deployment, deployment
 from tests.support.scripted_engine import Received, Script
 

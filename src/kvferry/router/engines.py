@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
 from kvferry.options import REQUIRED, option
-from kvferry.router.urls import normalise_url
 
 _Value = TypeVar("_Value")
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s@]+):[0-9]{1,5}")
@@ -143,3 +143,24 @@ def _nixl_address(text: str) -> NixlAddress:
 def _port(text: str) -> int | None:
     port = int(text.rpartition(":")[2])
     return port if 0 < port <= _MAX_PORT else None
+
+
+def normalise_url(text: str) -> str:
+    """Return an instance's base URL without a trailing slash.
+
+    Raises ``ConfigError`` for anything but ``http(s)://host[:port][/path]``.
+    """
+    wrong = f"instance URL {text!r} is not of the form http://host:port"
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{wrong}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(wrong)
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{wrong}: no user, query or fragment is allowed")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return (
+        f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
+    )

@@ -1,14 +1,26 @@
-"""Which HTTP headers pass through the router, in either direction. Pure."""
+"""Which HTTP headers pass through the router, and what a client asks by kvferry's own. Pure."""
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from multidict import CIMultiDict
 
-from kvferry.protocol.client_headers import REQUEST_ID_HEADER
+from kvferry.errors import RequestError
+from kvferry.protocol.client_headers import (
+    MODE_HEADER,
+    READ_BACK_HEADER,
+    REQUEST_ID_HEADER,
+    RETENTION_HEADER,
+)
+from kvferry.protocol.messages import MAX_DURATION_S
+from kvferry.router.config import ReadBack, RouteMode
 
 MAX_REQUEST_ID_CHARS = 256
+_Kind = TypeVar("_Kind", bound=enum.StrEnum)
 
 _HOP_BY_HOP = frozenset(
     (
@@ -77,3 +89,49 @@ def answer_headers(engine_headers: Mapping[str, str], request_id: str) -> CIMult
 def acceptable_request_id(value: str) -> bool:
     """Whether a client's request id is used: not empty, not long, printable ASCII."""
     return 0 < len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable()
+
+
+def wanted_mode(header: str | None, configured: RouteMode) -> RouteMode:
+    """Return the mode that a request asks for by header, else the configured one.
+
+    Raises ``RequestError`` for a value that is none.
+    """
+    return configured if header is None else _one_of(RouteMode, MODE_HEADER, header)
+
+
+def wanted_read_back(header: str | None, configured: ReadBack) -> ReadBack:
+    """Return what a request asks for by header, else what is configured.
+
+    Raises ``RequestError`` for a value that is none.
+    """
+    return configured if header is None else _one_of(ReadBack, READ_BACK_HEADER, header)
+
+
+def _one_of(kind: type[_Kind], name: str, header: str) -> _Kind:
+    try:
+        return kind(header.strip().lower())
+    except ValueError as error:
+        allowed = ", ".join(kind)
+        raise RequestError(
+            f"{name} must be one of {allowed}", param=name, code="invalid_value"
+        ) from error
+
+
+def wanted_retention_s(header: str | None) -> float | None:
+    """Return for how many seconds a request asks to be retained, None where it does not say.
+
+    0 ends the conversation. Raises ``RequestError`` for anything but 0 to ``MAX_DURATION_S``.
+    """
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_DURATION_S:
+        raise RequestError(
+            f"{RETENTION_HEADER} must be 0 to {MAX_DURATION_S:g} (seconds)",
+            param=RETENTION_HEADER,
+            code="invalid_value",
+        )
+    return seconds

@@ -18,30 +18,18 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.errors import ConfigError
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.params import Role
-from kvferry.router.admission import Admission
-from kvferry.router.app import Routes
-from kvferry.router.config import DecodeChoice, RouterConfig
+from kvferry.protocol.user_key import OwnKey
+from kvferry.router.app import Admission, Routes
+from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.health import HealthMonitor, ProbeTimes
-from kvferry.router.fleet.identities import identity_source
-from kvferry.router.fleet.leg_wait import LegWaits
+from kvferry.router.fleet.identity import Identities
 from kvferry.router.fleet.registry import Fleet
-from kvferry.router.history.conversations import MemoryStore
 from kvferry.router.history.keys import Recogniser
 from kvferry.router.history.recall import Recall
 from kvferry.router.metrics import RouterFigures
-from kvferry.router.request.conversation_step import ConversationStep
 from kvferry.router.request.credits import HandoffCredits
-from kvferry.router.request.decode_step import DecodeStep
-from kvferry.router.request.filters import able_to_push, usable
-from kvferry.router.request.plan import ChoicePolicy
-from kvferry.router.request.prefill_step import PrefillStep
-from kvferry.router.request.push_step import PushStep
-from kvferry.router.request.run import Pipeline
-from kvferry.router.request.scorers import fewest_inflight, most_free_blocks
-from kvferry.router.request.state import DecideStep, ParseStep, StepTools
-from kvferry.router.request.transfers import TransferCleanup
-from kvferry.router.signer import Signer
+from kvferry.router.request.state import Tools
+from kvferry.router.request.transfers import Signer, TransferCleanup
 from kvferry.router.upstream import Upstream
 
 # Requests have been waited for before the server's own shutdown begins.
@@ -67,10 +55,8 @@ class Router:
         self._monitor: HealthMonitor | None = None
         self._runner: web.AppRunner | None = None
         self._sites: list[web.TCPSite] = []
-        self.fleet = Fleet(config.prefill_urls, config.decode_urls)
-        self._probe_times = ProbeTimes(config.health_interval_s, config.health_timeout_s)
-        self._waits = LegWaits(
-            self.fleet.urls, clock, min_silence_s=self._probe_times.min_silence_s
+        self.fleet = Fleet(
+            config.prefill_urls, config.decode_urls, dialect_of(config.engines.resolved_kind)
         )
         self.admission = Admission(config.max_inflight)
         self.url = ""
@@ -79,19 +65,38 @@ class Router:
     async def start(self) -> None:
         """Probe the instances once and listen. Raises ``ConfigError`` when it cannot listen."""
         config = self._config
-        self._upstream = Upstream(
+        self._upstream = upstream = Upstream(
             connect_timeout_s=config.connect_timeout_s, max_answer_bytes=config.max_answer_bytes
         )
+        key = None
+        if config.cluster_key is not None:
+            key = OwnKey(config.cluster_key, config.user_key_file)
         self._monitor = HealthMonitor(
             self.fleet,
-            self._upstream,
-            identity_source(config, self._upstream),
-            self._waits,
-            self._probe_times,
+            upstream,
+            Identities(config.engines, config.prefill_urls, upstream, key),
+            ProbeTimes(config.health_interval_s, config.health_timeout_s),
+            self._clock,
         )
-        routes = self._routes(self._upstream)
+        signer = Signer(config.cluster_key, self._unix_time_s)
+        figures = RouterFigures(Metrics())
+        self._cleanup = TransferCleanup(
+            upstream, signer, figures, timeout_s=config.cancel_timeout_s
+        )
+        tools = Tools(
+            config=config,
+            clock=self._clock,
+            fleet=self.fleet,
+            upstream=upstream,
+            signer=signer,
+            cleanup=self._cleanup,
+            figures=figures,
+            credits=HandoffCredits(config.max_outstanding_handoffs),
+            recall=Recall(self._clock, self.fleet, config.conversations),
+            recogniser=Recogniser(secrets.token_bytes(32), config.conversations.id_headers),
+        )
         self._runner = web.AppRunner(
-            routes.application(),
+            Routes(tools, self.admission).application(),
             access_log=None,
             handler_cancellation=True,  # A client that leaves ends its request at once.
             shutdown_timeout=_SERVER_END_TIMEOUT_S,
@@ -99,50 +104,6 @@ class Router:
         await self._monitor.start()
         await self._runner.setup()
         await self._listen(self._runner)
-
-    def _routes(self, upstream: Upstream) -> Routes:
-        config = self._config
-        figures = RouterFigures(Metrics())
-        dialect = dialect_of(config.engines.resolved_kind)
-        signer = Signer(config.cluster_key, self._unix_time_s)
-        self._cleanup = TransferCleanup(
-            upstream,
-            signer,
-            figures,
-            timeout_s=config.cancel_timeout_s,
-            is_heard=dialect.traits.ends_transfers,
-        )
-        tools = StepTools(
-            config=config,
-            clock=self._clock,
-            fleet=self.fleet,
-            upstream=upstream,
-            waits=self._waits,
-            signer=signer,
-            cleanup=self._cleanup,
-            figures=figures,
-            dialect=dialect,
-            policies={role: ChoicePolicy() for role in Role},
-            push_policies=_push_policies(config.decode_choice),
-            credits=HandoffCredits(config.max_outstanding_handoffs),
-            recall=self._recall(),
-        )
-        recogniser = Recogniser(secrets.token_bytes(32), config.conversations.id_headers)
-        steps = (
-            ParseStep(tools),
-            ConversationStep(tools, recogniser),
-            DecideStep(tools),
-            PushStep(tools),
-            PrefillStep(tools),
-            DecodeStep(tools),
-        )
-        pipeline = Pipeline(steps, tools, self._clock)
-        return Routes(tools=tools, pipeline=pipeline, admission=self.admission, clock=self._clock)
-
-    def _recall(self) -> Recall:
-        options = self._config.conversations
-        store = MemoryStore(self._clock, max_entries=options.max_conversations)
-        return Recall(store, self.fleet, options)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         site = web.TCPSite(runner, self._config.host, self._config.port)
@@ -185,20 +146,6 @@ class Router:
             await self._cleanup.close()
         if self._upstream is not None:
             await self._upstream.close()
-
-
-def _push_policies(choice: DecodeChoice) -> dict[Role, ChoicePolicy]:
-    """Return how instances are chosen for pushes: in turn, or a late decode instance by load.
-
-    Legs in flight count before free blocks, whose share is below one.
-    """
-    among = (able_to_push, usable)
-    policies = {role: ChoicePolicy(filters=among) for role in Role}
-    if choice is DecodeChoice.LATE:
-        policies[Role.DECODE] = ChoicePolicy(
-            filters=among, scorers=(fewest_inflight, most_free_blocks)
-        )
-    return policies
 
 
 async def serve(config: RouterConfig, ready_file: Path | None) -> None:

@@ -1,25 +1,26 @@
 """Probes instances, and asks who they are: each interval, and at once when one is suspect.
 
-Owns one task an instance. What a probe found is recorded in the fleet; what waits for an instance
-learns of the probes that went unanswered.
+Owns one task for each instance. What a probe found is recorded in the fleet; what waits for an
+instance learns of the probes that went unanswered.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from multidict import CIMultiDict
 
+from kvferry.clock import Clock
 from kvferry.errors import FerryError
 from kvferry.observe.log import get_logger
-from kvferry.router.fleet.identities import IdentitySource
-from kvferry.router.fleet.identity import InstanceIdentity
-from kvferry.router.fleet.leg_wait import LegWaits
-from kvferry.router.fleet.registry import Fleet, Health
-from kvferry.router.fleet.running_timeout import running_timeout
+from kvferry.router.fleet.identity import Identities, InstanceIdentity
+from kvferry.router.fleet.registry import Fleet, FleetEvent, Health
 from kvferry.router.upstream import LegFailedError, Upstream
 
+_NUM_SLICES = 5
 _log = get_logger(__name__)
 
 
@@ -50,15 +51,15 @@ class HealthMonitor:
         self,
         fleet: Fleet,
         upstream: Upstream,
-        identities: IdentitySource,
-        waits: LegWaits,
+        identities: Identities,
         times: ProbeTimes,
+        clock: Clock,
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
         self._identities = identities
-        self._waits = waits
         self._times = times
+        self._clock = clock
         self._wanted = {url: asyncio.Event() for url in fleet.urls}
         self._tasks: list[asyncio.Task[None]] = []
         self._noted: dict[str, str] = {}
@@ -66,7 +67,7 @@ class HealthMonitor:
 
     async def start(self) -> None:
         """Probe all once, which takes up to the probe's timeout, then keep probing."""
-        self._fleet.on_suspect(self.probe_soon)
+        self._fleet.subscribe(self._hear)
         await self.probe_all()
         self._tasks = [asyncio.create_task(self._watch(url)) for url in self._fleet.urls]
 
@@ -82,9 +83,14 @@ class HealthMonitor:
         self._tasks = []
         self._identities.close()
 
-    def probe_soon(self, url: str) -> None:
-        """Have ``url`` probed at once rather than at the end of the interval."""
-        self._wanted[url].set()
+    def _hear(self, event: FleetEvent, url: str) -> None:
+        match event:
+            case FleetEvent.SUSPECT:
+                self._wanted[url].set()  # Rather than at the end of its interval.
+            case FleetEvent.NEW_EPOCH:
+                _log.info("an instance was started anew", extra={"fields": {"instance": url}})
+            case FleetEvent.DRAINED:
+                _log.info("an instance has drained", extra={"fields": {"instance": url}})
 
     async def _watch(self, url: str) -> None:
         wanted = self._wanted[url]
@@ -98,8 +104,8 @@ class HealthMonitor:
             await self.probe(url)
 
     def _pause_s(self, url: str) -> float:
-        times = self._times
-        return times.doubted_interval_s if self._waits.is_doubted(url) else times.interval_s
+        is_doubted = self._fleet.waits(url).silence.is_doubted
+        return self._times.doubted_interval_s if is_doubted else self._times.interval_s
 
     async def probe(self, url: str) -> None:
         """Ask ``GET /health`` once, and an instance that is well who it is; record the answers.
@@ -109,7 +115,8 @@ class HealthMonitor:
         come from it meanwhile, it has fallen silent then, and what waits for it ends.
         """
         timeout_s = self._times.timeout_s
-        self._waits.begin_probe(url)
+        waits = self._fleet.waits(url)
+        waits.silence.begin_probe(self._clock.monotonic_s())
         try:
             async with running_timeout(timeout_s):
                 answer = await self._upstream.get(url, "/health", CIMultiDict())
@@ -117,15 +124,15 @@ class HealthMonitor:
             before = self._fleet.health(url)
             after = Health.SUSPECT if before is Health.HEALTHY else Health.DOWN
             self._record(url, after, f"no answer to a probe within {timeout_s:g} s")
-            self._waits.take_unanswered(url)
+            waits.take_unanswered(self._clock.monotonic_s(), self._times.min_silence_s)
         except LegFailedError as error:
             self._record(url, Health.DOWN, str(error))
             if error.is_unanswered:
-                self._waits.take_unanswered(url)
+                waits.take_unanswered(self._clock.monotonic_s(), self._times.min_silence_s)
             else:
-                self._waits.hear(url)
+                waits.silence.hear()
         else:
-            self._waits.hear(url)
+            waits.silence.hear()
             healthy = answer.status == 200
             detail = "" if healthy else f"a probe was answered {answer.status}"
             self._record(url, Health.HEALTHY if healthy else Health.DOWN, detail)
@@ -186,3 +193,33 @@ class HealthMonitor:
                 "an instance's health has changed",
                 extra={"fields": {"instance": url, "health": after.value, "detail": detail}},
             )
+
+
+@asynccontextmanager
+async def running_timeout(limit_s: float) -> AsyncIterator[None]:
+    """As ``asyncio.timeout``, counting only time in which the event loop ran.
+
+    So a process that did not run itself blames nobody else. The limit is a chain of slices. However
+    late the loop comes back (the process was stopped, a callback was slow), that costs one slice,
+    and what has come meanwhile is taken in before the next one ends. Raises ``TimeoutError``.
+    """
+    loop = asyncio.get_running_loop()
+    slice_s = limit_s / _NUM_SLICES
+
+    timer: asyncio.TimerHandle | None = None
+
+    async with asyncio.timeout(None) as deadline:
+
+        def begin_slice(num_left: int) -> None:
+            nonlocal timer
+            if num_left > 0:
+                timer = loop.call_later(slice_s, begin_slice, num_left - 1)
+            else:
+                deadline.reschedule(loop.time())
+
+        begin_slice(_NUM_SLICES)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()

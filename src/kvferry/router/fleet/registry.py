@@ -1,19 +1,23 @@
-"""The configured instances: their health, and how many legs each has in flight.
+"""The instances of a router: one record for each, with its health, its legs and what waits for it.
 
 Owns the mutable state, on the event loop's thread only; policies see immutable snapshots. Knows no
-HTTP: whoever talks to an instance reports what it saw.
+HTTP: whoever talks to an instance reports what it saw. Who wants to hear of changes subscribes.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 
+from kvferry.client.dialects import Dialect, KvferryDialect
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.params import PeerAddress, Role
 from kvferry.router.fleet.identity import InstanceIdentity
+from kvferry.router.fleet.silence import InstanceWaits
+
+_KVFERRY = KvferryDialect()
 
 
 class Health(enum.StrEnum):
@@ -25,6 +29,17 @@ class Health(enum.StrEnum):
     SUSPECT = "suspect"
     """Was healthy, then a connection failed or a probe was slow: used when nothing better is."""
     DOWN = "down"
+
+
+class FleetEvent(enum.StrEnum):
+    """What has happened to an instance."""
+
+    SUSPECT = "suspect"
+    """A leg failed on it: it should be probed at once."""
+    NEW_EPOCH = "new_epoch"
+    """It was started anew: blocks of its last start do not exist."""
+    DRAINED = "drained"
+    """It gets nothing new, and its last leg has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +57,18 @@ class InstanceView:
     """URLs of the instances with which it is known to exchange nothing."""
     last_turn: int = 0
     """When it last got a leg of the role, counted in the role's legs; 0: never."""
+    dialect: Dialect = _KVFERRY
+    """How its kind of engine is spoken to."""
 
     @property
     def peer(self) -> PeerAddress | None:
         """Who it is to other instances, as far as that is known."""
         return None if self.identity is None else self.identity.peer
+
+    @property
+    def can_push(self) -> bool:
+        """Whether it is known to take part in pushes."""
+        return self.identity is not None and self.identity.can_push
 
     @property
     def can_read_back(self) -> bool:
@@ -65,14 +87,21 @@ class FleetSnapshot:
         """Return the instances that take ``role``."""
         return self.prefill if role is Role.PREFILL else self.decode
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether some instances are known to exchange nothing with some others."""
+        return any(view.apart_from for view in (*self.prefill, *self.decode))
+
 
 @dataclass(slots=True)
 class _Instance:
     url: str
+    dialect: Dialect
     health: Health = Health.UNKNOWN
     is_draining: bool = False
     detail: str = "not probed yet"
     identity: InstanceIdentity | None = None
+    last_epoch: int | None = None
     apart_from: frozenset[str] = frozenset()
     num_doubts: int = 0
     """So many probes have to be answered well before it counts as healthy."""
@@ -80,11 +109,19 @@ class _Instance:
     last_turn: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     views: dict[Role, InstanceView] = field(default_factory=dict)
     """Made when asked for, dropped when anything in them changes."""
+    waits: InstanceWaits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits = InstanceWaits(self.url)
+
+    @property
+    def is_drained(self) -> bool:
+        return self.is_draining and not any(self.num_inflight.values())
 
     def view(self, role: Role) -> InstanceView:
         view = self.views.get(role)
         if view is None:
-            view = InstanceView(
+            view = self.views[role] = InstanceView(
                 self.url,
                 role,
                 self.health,
@@ -93,91 +130,68 @@ class _Instance:
                 self.identity,
                 self.apart_from,
                 self.last_turn[role],
+                self.dialect,
             )
-            self.views[role] = view
         return view
-
-    def count(self, role: Role, change: int) -> None:
-        self.num_inflight[role] += change
-        self.views.pop(role, None)
-
-
-class InflightTicket:
-    """Counts one leg on one instance until ``close``; closing again does nothing."""
-
-    __slots__ = ("_instance", "_is_open", "_role")
-
-    def __init__(self, instance: _Instance, role: Role) -> None:
-        self._instance = instance
-        self._role = role
-        self._is_open = True
-        instance.count(role, 1)
-
-    def close(self) -> None:
-        """Stop counting."""
-        if self._is_open:
-            self._is_open = False
-            self._instance.count(self._role, -1)
-
-    def __enter__(self) -> InflightTicket:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Fleet:
     """The instances of one router; a URL in both roles is one instance with one health."""
 
-    def __init__(self, prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> None:
-        self._instances = {url: _Instance(url) for url in (*prefill_urls, *decode_urls)}
+    def __init__(
+        self,
+        prefill_urls: Sequence[str],
+        decode_urls: Sequence[str],
+        dialect: Dialect = _KVFERRY,
+    ) -> None:
+        """``dialect``: that of all instances, which are of one kind."""
+        self._instances = {url: _Instance(url, dialect) for url in (*prefill_urls, *decode_urls)}
         self._urls = {
             Role.PREFILL: tuple(dict.fromkeys(prefill_urls)),
             Role.DECODE: tuple(dict.fromkeys(decode_urls)),
         }
         self._turns = dict.fromkeys(Role, 0)
-        self._is_divided = False
-        self._on_suspect: Callable[[str], None] = lambda url: None
+        self._listeners: list[Callable[[FleetEvent, str], None]] = []
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Every instance once, in the order of the configuration."""
         return tuple(self._instances)
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether some instances are known to exchange nothing with some others."""
-        return self._is_divided
-
-    def on_suspect(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback`` called with the URL of an instance that has become suspect."""
-        self._on_suspect = callback
+    def subscribe(self, listener: Callable[[FleetEvent, str], None]) -> None:
+        """Have ``listener`` called with each event and the URL of its instance, once it is over."""
+        self._listeners.append(listener)
 
     def snapshot(self) -> FleetSnapshot:
         """Return how all instances stand now."""
-        return FleetSnapshot(
-            self._views(Role.PREFILL),
-            self._views(Role.DECODE),
-        )
+        return FleetSnapshot(self._views(Role.PREFILL), self._views(Role.DECODE))
+
+    def _views(self, role: Role) -> tuple[InstanceView, ...]:
+        return tuple([self._instances[url].view(role) for url in self._urls[role]])
 
     def view(self, url: str, role: Role) -> InstanceView | None:
         """Return how ``url`` stands in ``role`` now, None where it does not take that role."""
         return self._instances[url].view(role) if url in self._urls[role] else None
 
-    def _views(self, role: Role) -> tuple[InstanceView, ...]:
-        return tuple([self._instances[url].view(role) for url in self._urls[role]])
+    def waits(self, url: str) -> InstanceWaits:
+        """Return what waits for ``url``."""
+        return self._find(url).waits
 
-    def open_ticket(self, url: str, role: Role) -> InflightTicket:
-        """Count one more leg on ``url``, which has had its turn."""
+    def open_ticket(self, url: str, role: Role) -> ExitStack:
+        """Count one more leg on ``url``, which has had its turn, until the ticket is closed."""
         instance = self._find(url)
         self._turns[role] += 1
         instance.last_turn[role] = self._turns[role]
-        return InflightTicket(instance, role)
+        self._count(instance, role, 1)
+        ticket = ExitStack()
+        ticket.callback(self._count, instance, role, -1)
+        return ticket
+
+    def _count(self, instance: _Instance, role: Role, change: int) -> None:
+        instance.num_inflight[role] += change
+        instance.views.pop(role, None)
+        if change < 0 and instance.is_drained:
+            self._tell(FleetEvent.DRAINED, instance)
 
     def identity(self, url: str) -> InstanceIdentity | None:
         """Return who ``url`` was when it was last asked; None where that may have changed."""
@@ -206,6 +220,10 @@ class Fleet:
         instance = self._find(url)
         self._identify(instance, identity)
         instance.views.clear()
+        if identity is not None:
+            before, instance.last_epoch = instance.last_epoch, identity.epoch
+            if before not in (None, identity.epoch):
+                self._tell(FleetEvent.NEW_EPOCH, instance)
 
     def report_connection_failure(self, url: str, detail: str, *, num_doubts: int = 0) -> None:
         """A request could not reach ``url``, or its connection broke: have it probed at once.
@@ -220,13 +238,16 @@ class Fleet:
             instance.detail = detail
             self._identify(instance, None)
             instance.views.clear()
-            self._on_suspect(url)
+            self._tell(FleetEvent.SUSPECT, instance)
 
     def set_draining(self, url: str, is_draining: bool) -> None:
         """A draining instance finishes what it has and gets nothing new."""
         instance = self._find(url)
+        was_drained = instance.is_drained
         instance.is_draining = is_draining
         instance.views.clear()
+        if instance.is_drained and not was_drained:
+            self._tell(FleetEvent.DRAINED, instance)
 
     def detail(self, url: str) -> str:
         """Return why ``url`` has the health it has, for people."""
@@ -251,7 +272,10 @@ class Fleet:
                 instance.apart_from ^= {other.url}
                 other.apart_from ^= {instance.url}
                 other.views.clear()
-        self._is_divided = any(one.apart_from for one in self._instances.values())
+
+    def _tell(self, event: FleetEvent, instance: _Instance) -> None:
+        for listener in self._listeners:
+            listener(event, instance.url)
 
     def _find(self, url: str) -> _Instance:
         instance = self._instances.get(url)

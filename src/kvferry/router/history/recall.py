@@ -1,20 +1,21 @@
 """Recalls who holds a request's conversation, and remembers who answered it.
 
-Joins the recogniser, the store and the fleet. What is recalled is a hint: instances check it by
-content.
+What is remembered is a hint about where to ask: instances check it by content, so a wrong or stale
+one costs a round trip.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.client.nixl_history import LIFETIME_S, NixlHistory, ReadOnce
+from kvferry.clock import Clock
 from kvferry.protocol.params import PeerAddress, Role
 from kvferry.router.config import ConversationConfig, ReadBack
 from kvferry.router.fleet.registry import Fleet, Health, InstanceView
-from kvferry.router.history.conversations import ConversationStore, Holder, Turn
 from kvferry.router.history.keys import ConversationKeys
 from kvferry.router.history.prefix import Digest, PromptPrefix
 
@@ -27,6 +28,28 @@ class LookupResult(enum.StrEnum):
     MISS = "miss"
     STALE = "stale"
     """It is remembered, but who held it is down or was started anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The decode instance that answered a turn."""
+
+    url: str
+    peer: PeerAddress | None
+    """Which start of it, as it was known then; None for one that does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answered request: who holds it, and how far its prompt went."""
+
+    holder: Holder
+    length: int
+    """Of the prompt, in the units of its prefix; 0 where it had none."""
+    digest: Digest
+    """Of the prompt to exactly that length."""
+    kept: ReadOnce | None = None
+    """Its blocks, where the holder has named them for one read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +75,62 @@ class Conversation:
     recollection: Recollection | None
 
 
+class TurnStore:
+    """The turns that are remembered: at most ``max_entries`` keys, least recently used go."""
+
+    def __init__(self, clock: Clock, *, max_entries: int) -> None:
+        self._clock = clock
+        self._max_entries = max_entries
+        self._entries: OrderedDict[Digest, tuple[Turn, float]] = OrderedDict()
+        """With the time at which each expires; the least recently used first."""
+
+    def find_first(
+        self, keys: Sequence[Digest], accept: Callable[[Turn], bool]
+    ) -> tuple[int, Turn] | None:
+        """Return the position of the first key with a turn that ``accept`` takes, and the turn."""
+        now_s = self._clock.monotonic_s()
+        for position, key in enumerate(keys):
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            turn, expires_s = entry
+            if expires_s <= now_s:
+                del self._entries[key]
+            elif accept(turn):
+                self._entries.move_to_end(key)
+                return position, turn
+        return None
+
+    def remember(self, keys: Sequence[Digest], turn: Turn, lifetime_s: float) -> None:
+        """Have ``turn`` found by each of ``keys`` from now on, for ``lifetime_s``."""
+        expires_s = self._clock.monotonic_s() + lifetime_s
+        for key in keys:
+            self._entries[key] = turn, expires_s
+            self._entries.move_to_end(key)
+        while len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+
+    def forget(self, keys: Sequence[Digest]) -> None:
+        """Have nothing found by ``keys`` any more."""
+        for key in keys:
+            self._entries.pop(key, None)
+
+    def num_remembered(self) -> int:
+        """Return how many keys have a turn; drops the oldest that have expired."""
+        now_s = self._clock.monotonic_s()
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if self._entries[oldest][1] > now_s:
+                break
+            del self._entries[oldest]
+        return len(self._entries)
+
+
 class Recall:
     """The conversations of one router."""
 
-    def __init__(self, store: ConversationStore, fleet: Fleet, config: ConversationConfig) -> None:
-        self._store = store
+    def __init__(self, clock: Clock, fleet: Fleet, config: ConversationConfig) -> None:
+        self._store = TurnStore(clock, max_entries=config.max_conversations)
         self._fleet = fleet
         self._config = config
 
@@ -64,16 +138,16 @@ class Recall:
         """Return how many ids and turns are remembered."""
         return self._store.num_remembered()
 
-    async def look_up(self, keys: ConversationKeys) -> tuple[Recollection | None, LookupResult]:
+    def look_up(self, keys: ConversationKeys) -> tuple[Recollection | None, LookupResult]:
         """Return who holds the conversation, None where that is not known or not any more.
 
         The id goes first, unless an earlier prompt that this one continues went further than the
         id's last: the branches of one conversation may share its id.
         """
         search = _Search(self._store, self._fleet, keys.prefix)
-        named = None if keys.by_id is None else await search.first((keys.by_id,))
+        named = None if keys.by_id is None else search.first((keys.by_id,))
         floor = named.length if named is not None and search.continues(named) else 0
-        found = await search.longest_beyond(floor)
+        found = search.longest_beyond(floor)
         if found is not None and (named is None or search.continues(found)):
             is_same = search.continues(found)
             kept = found.kept if is_same else None
@@ -129,25 +203,25 @@ class Recall:
 class _Search:
     """One search of the store, for turns that one prompt may continue."""
 
-    def __init__(self, store: ConversationStore, fleet: Fleet, prefix: PromptPrefix) -> None:
+    def __init__(self, store: TurnStore, fleet: Fleet, prefix: PromptPrefix) -> None:
         self._store = store
         self._fleet = fleet
         self._prefix = prefix
         self.has_met_stale = False
 
-    async def first(self, keys: Sequence[Digest]) -> Turn | None:
+    def first(self, keys: Sequence[Digest]) -> Turn | None:
         """Return the first turn whose holder is there still."""
-        found = await self._store.find_first(keys, self._accept) if keys else None
+        found = self._store.find_first(keys, self._accept)
         return None if found is None else found[1]
 
-    async def longest_beyond(self, length: int) -> Turn | None:
+    def longest_beyond(self, length: int) -> Turn | None:
         """Return the turn with which the prompt has the most in common, if more than ``length``."""
         prefix = self._prefix
         keys = prefix.keys_beyond(length)
-        found = await self._store.find_first(keys, self._accept) if keys else None
+        found = self._store.find_first(keys, self._accept)
         if found is not None:
-            return await self.first(prefix.finer_keys(keys[found[0]])) or found[1]
-        return None if length else await self.first(prefix.finer_keys(None))
+            return self.first(prefix.finer_keys(keys[found[0]])) or found[1]
+        return None if length else self.first(prefix.finer_keys(None))
 
     def continues(self, turn: Turn) -> bool:
         """Whether the prompt begins with all of the turn's."""

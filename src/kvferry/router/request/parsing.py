@@ -26,6 +26,9 @@ class RequestTraits:
     num_prompts: int = 1
 
 
+ONE_SEQUENCE = RequestTraits()
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
     """A checked body. ``fields`` never holds transfer parameters."""
@@ -53,6 +56,9 @@ class ParsedBody:
         fields = {key: value for key, value in self.fields.items() if key != name}
         return replace(self, fields=fields, as_it_came=None)
 
+
+NO_BODY = ParsedBody({}, ONE_SEQUENCE, b"{}")
+"""Of a request that is not parsed yet."""
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])

@@ -1,187 +1,59 @@
-"""What steps work with, and those before any leg that read the body and decide how it runs."""
+"""One request on its way: what is known of it so far, what it works with, and how it has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
+import msgspec
 from aiohttp import web
-from aiohttp.web import RequestPayloadError
 from multidict import CIMultiDict
 
-from kvferry.client.dialects import Dialect
 from kvferry.clock import Clock
-from kvferry.errors import RequestError
-from kvferry.protocol.ids import TransferId
+from kvferry.protocol.ids import TransferId, new_transfer_id
 from kvferry.protocol.params import Role
 from kvferry.router import answers
-from kvferry.router.config import DecodeChoice, RouteMode, RouterConfig
-from kvferry.router.fleet.leg_wait import LegWaits
+from kvferry.router.answers import ErrorAnswer
+from kvferry.router.config import OnPrefillFailure, RouterConfig
 from kvferry.router.fleet.registry import Fleet, InstanceView
-from kvferry.router.history.recall import Recall
-from kvferry.router.metrics import RouterFigures
-from kvferry.router.request.context import Outcome, RequestContext
+from kvferry.router.history.keys import Recogniser
+from kvferry.router.history.recall import Conversation, Recall
+from kvferry.router.metrics import Outcome, RouterFigures
 from kvferry.router.request.credits import HandoffCredits
-from kvferry.router.request.decider import MODE_HEADER, decide, wanted_mode
-from kvferry.router.request.filters import can_push, fitting
-from kvferry.router.request.parsing import parse_body
-from kvferry.router.request.plan import ChoicePolicy, choose, choose_near
-from kvferry.router.request.preference import Preference
-from kvferry.router.request.transfers import TransferCleanup
-from kvferry.router.signer import Signer
+from kvferry.router.request.parsing import NO_BODY, ParsedBody
+from kvferry.router.request.plan import (
+    ANYBODY,
+    Choice,
+    HolderChoice,
+    PlainReason,
+    RouteRequest,
+    choose_decode,
+    choose_prefill,
+)
+from kvferry.router.request.transfers import OpenTransfer, Signer, TransferCleanup
 from kvferry.router.upstream import LegFailedError, LegFailure, Upstream
 
 MAX_ATTEMPTS_PER_LEG = 2
 _NUM_DOUBTS_OF_ENDING = 5
 """One that is being stopped answers its probes well until it has ended: others get its share."""
-
-
-class Step(Protocol):
-    """One named part of a request's way; fills in the context or ends the request."""
-
-    name: str
-
-    async def run(self, context: RequestContext) -> None:
-        """Do the step. May raise ``RequestError`` when the client's request is wrong."""
-        ...
+_MISMATCH = "mismatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTools:
-    """What steps work with; one set for a router."""
+class Tools:
+    """What requests work with; one set for a router."""
 
     config: RouterConfig
     clock: Clock
     fleet: Fleet
     upstream: Upstream
-    waits: LegWaits
     signer: Signer
     cleanup: TransferCleanup
     figures: RouterFigures
-    dialect: Dialect
-    policies: dict[Role, ChoicePolicy]
-    push_policies: dict[Role, ChoicePolicy]
-    """Among those that can push."""
     credits: HandoffCredits
     recall: Recall
-
-    @property
-    def decode_choice(self) -> DecodeChoice:
-        """When a push's decode instance is chosen: early where progress is never told."""
-        tells_progress = self.dialect.traits.tells_progress
-        return self.config.decode_choice if tells_progress else DecodeChoice.EARLY
-
-    def choose(
-        self,
-        role: Role,
-        tried_urls: Collection[str],
-        policies: dict[Role, ChoicePolicy] | None = None,
-    ) -> InstanceView | None:
-        """Return the instance for the next attempt at a leg, None when none is left."""
-        policy = (policies or self.policies)[role]
-        return choose(self.fleet.snapshot(), role, policy, excluded_urls=tried_urls)
-
-    def choose_prefill(
-        self,
-        context: RequestContext,
-        tried_urls: Collection[str],
-        policies: dict[Role, ChoicePolicy] | None = None,
-        *,
-        receiver: InstanceView | None = None,
-    ) -> InstanceView | None:
-        """Return the instance for a prefill leg, None when none is left.
-
-        It exchanges with ``receiver``; where that is not chosen yet, with the conversation's holder
-        if it may, else with some decode instance.
-        """
-        if not self.fleet.is_divided:
-            return self.choose(Role.PREFILL, tried_urls, policies)
-        snapshot, policies = self.fleet.snapshot(), policies or self.policies
-        partners = [receiver] if receiver else policies[Role.DECODE].candidates(snapshot.decode)
-        holder = context.recollection.holder.url if context.recollection else ""
-        view = None
-        for among in ([partner for partner in partners if partner.url == holder], partners):
-            if view is None and among:
-                policy = policies[Role.PREFILL].among(fitting(among))
-                view = choose(snapshot, Role.PREFILL, policy, excluded_urls=tried_urls)
-        return view
-
-    def choose_decode(
-        self,
-        context: RequestContext,
-        tried_urls: Collection[str],
-        policies: dict[Role, ChoicePolicy] | None = None,
-    ) -> InstanceView | None:
-        """Return the instance for a decode leg, the conversation's holder where that may be.
-
-        It exchanges with the prefill instance of the open handoff, where there is one.
-        """
-        context.holder_choice = None
-        snapshot, policy = self.fleet.snapshot(), (policies or self.policies)[Role.DECODE]
-        if context.transfer is not None and self.fleet.is_divided:
-            sender = self.fleet.view(context.transfer.prefill_url, Role.PREFILL)
-            policy = policy.among(fitting([sender] if sender else []))
-        recollection = context.recollection
-        if recollection is None or not recollection.is_same:
-            return choose(snapshot, Role.DECODE, policy, excluded_urls=tried_urls)
-        slack = self.config.conversations.holder_slack_requests
-        preference = Preference(recollection.holder.url, slack)
-        view, context.holder_choice = choose_near(
-            snapshot, policy, preference, excluded_urls=tried_urls
-        )
-        return view
-
-    def has_only_others(self, context: RequestContext, tried_urls: Collection[str]) -> bool:
-        """Whether a decode instance is left, but none that exchanges with the open handoff's."""
-        if context.transfer is None or not self.fleet.is_divided:
-            return False
-        is_left = self.choose(Role.DECODE, tried_urls) is not None
-        return is_left and self.choose_decode(context, tried_urls) is None
-
-    def choose_receiver(
-        self, context: RequestContext, tried_urls: Collection[str]
-    ) -> InstanceView | None:
-        """Return the decode instance of a push whose prefill instance is not chosen yet."""
-        policies, snapshot = self.push_policies, self.fleet.snapshot()
-        if not self.fleet.is_divided:
-            return self.choose_decode(context, tried_urls, policies)
-        senders = policies[Role.PREFILL].candidates(snapshot.prefill)
-        policy = policies[Role.DECODE].among(fitting(senders))
-        return self.choose_decode(context, tried_urls, {**policies, Role.DECODE: policy})
-
-    def note_answer(
-        self, context: RequestContext, view: InstanceView, answer: bytes | None = None
-    ) -> None:
-        """Remember that ``view`` answers the request, for the conversation's next turn.
-
-        ``answer``: what it has answered, where that is known as a whole.
-        """
-        if context.conversation is None:
-            return
-        kept = None if answer is None else self.dialect.history_in(context.parsed().fields, answer)
-        self.recall.note_answer(context.conversation, view, kept)
-
-    def leg_headers(
-        self, context: RequestContext, body: bytes, transfer_id: TransferId
-    ) -> CIMultiDict[str]:
-        """Return the headers of a leg of a handoff, signed where there is a cluster key."""
-        headers = context.headers.copy()
-        headers.update(self.dialect.leg_headers(transfer_id))
-        return self.signer.signed(headers, body, transfer_id)
-
-    def retention_s(self, context: RequestContext, view: InstanceView) -> float | None:
-        """Return what ``view`` is to be told of retention; None where it is told nothing."""
-        conversation = context.conversation
-        if conversation is None or not view.can_read_back:
-            return None
-        return conversation.retention_s
-
-    def end_transfer(self, context: RequestContext) -> None:
-        """Have every instance told that the context's handoff has ended."""
-        if context.transfer is not None:
-            self.cleanup.cancel(context.transfer)
-            context.transfer = None
+    recogniser: Recogniser
 
     def note_failure(self, view: InstanceView, failure: LegFailedError) -> None:
         """Count a failed leg, and doubt the instance where the failure gives reason to."""
@@ -192,56 +64,191 @@ class StepTools:
             self.fleet.report_connection_failure(view.url, str(failure), num_doubts=num_doubts)
 
 
-class ParseStep:
-    """Reads and checks the body; transfer parameters of the client's own end here."""
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """One request; filled in from top to bottom."""
 
-    name = "parse"
+    tools: Tools
+    request: web.Request
+    request_id: str
+    headers: CIMultiDict[str]
+    """Of a leg, before a signature is added."""
+    arrived_s: float
+    """On the router's clock."""
+    body: ParsedBody = NO_BODY
+    conversation: Conversation | None = None
+    route: RouteRequest = ANYBODY
+    holder_choice: HolderChoice | None = None
+    """How the last choice of a decode instance went; None where no holder is preferred."""
+    transfer: OpenTransfer | None = None
+    """Set from before a prefill leg is sent until the handoff is known to have ended."""
+    offered: msgspec.Raw | None = None
+    """What prefill offered, as it came."""
+    is_prefill_done: bool = False
+    receive_outcome: str = ""
+    """How the decode instance says that its receive has ended; empty: it does not say."""
+    plain_reason: PlainReason | None = None
+    """Why decode does it all, or does now."""
+    stream: web.StreamResponse | None = None
+    """The client's streamed answer, once it has begun."""
+    response: web.StreamResponse | None = None
+    """The client's whole answer; set together with ``outcome``."""
+    outcome: Outcome | None = None
 
-    def __init__(self, tools: StepTools) -> None:
-        self._tools = tools
+    # -- its end ------------------------------------------------------------------------------
+    def finish(self, outcome: Outcome, response: web.StreamResponse) -> None:
+        """Note the client's answer: nothing more is begun for it."""
+        self.outcome = outcome
+        self.response = response
 
-    async def run(self, context: RequestContext) -> None:
-        """Fill in ``body``, or refuse one that is too large or malformed."""
-        if "Content-Encoding" in context.request.headers:
-            raise RequestError("compressed request bodies are not supported", status=415)
-        try:
-            body = await context.request.read()
-        except web.HTTPRequestEntityTooLarge:
-            error = answers.body_too_large(self._tools.config.max_body_bytes)
-            context.finish_with_error(Outcome.BAD_REQUEST, error)
-            return
-        except RequestPayloadError as error:
-            raise RequestError(f"the request body cannot be read: {error}") from error
-        context.body = parse_body(body)
+    def finish_with_error(self, outcome: Outcome, error: ErrorAnswer) -> None:
+        """Answer with an error of the router's own."""
+        self.finish(outcome, error.as_response())
 
+    @property
+    def good_outcome(self) -> Outcome:
+        """The outcome of a request that decode has answered whole."""
+        if self.receive_outcome == _MISMATCH:
+            return Outcome.MISMATCH
+        is_fallback = self.plain_reason is not None and self.plain_reason.is_fallback
+        return Outcome.FALLBACK_DECODE_ONLY if is_fallback else Outcome.OK
 
-class DecideStep:
-    """Decides how the request runs; refuses it at once when nobody could decode it."""
+    def finish_without_prefill(
+        self, failure: LegFailedError | None, plain_reason: PlainReason | None
+    ) -> None:
+        """Let decode do it all for ``plain_reason``, or answer with an error, as configured.
 
-    name = "decide"
-
-    def __init__(self, tools: StepTools) -> None:
-        self._tools = tools
-
-    async def run(self, context: RequestContext) -> None:
-        """Fill in ``decision``."""
-        asked = context.request.headers.get(MODE_HEADER)
-        wanted = wanted_mode(asked, self._tools.config.mode)
-        if self._tools.choose(Role.DECODE, []) is None:
-            context.finish_with_error(Outcome.NO_INSTANCE, answers.no_instance("decode"))
-            return
-        may_push = self._may_push(context, wanted)
-        context.decision = decide(context.parsed().traits, may_push=may_push)
-        context.plain_reason = context.decision.plain_reason
-
-    def _may_push(self, context: RequestContext, wanted: RouteMode) -> bool:
-        if wanted is RouteMode.PULL:
-            return False
-        tools = self._tools
-        if wanted is RouteMode.PUSH:
-            decode = tools.choose_receiver(context, ())
-            prefill = tools.choose_prefill(context, (), tools.push_policies, receiver=decode)
+        ``failure``: that of the last prefill leg; None: no instance was left.
+        """
+        is_full = failure is not None and failure.cause is LegFailure.OVERLOADED
+        if is_full and failure is not None and failure.answer is not None:
+            self.finish(Outcome.OVERLOADED, answers.passed_on(failure.answer, self.request_id))
+        elif self.tools.config.on_prefill_failure is not OnPrefillFailure.ERROR:
+            self.plain_reason = plain_reason
         else:
-            decode = tools.choose_decode(context, ())
-            prefill = tools.choose_prefill(context, (), receiver=decode)
-        return all(view is not None and can_push(view) for view in (prefill, decode))
+            self._finish_with_failure(Role.PREFILL, failure, Outcome.PREFILL_FAILED)
+
+    def finish_without_decode(self, failure: LegFailedError | None) -> None:
+        """Answer with the last decode leg's failure; None: no instance was left."""
+        is_full = failure is not None and failure.cause is LegFailure.OVERLOADED
+        outcome = Outcome.OVERLOADED if is_full else Outcome.DECODE_FAILED
+        self._finish_with_failure(Role.DECODE, failure, outcome)
+
+    def _finish_with_failure(
+        self, role: Role, failure: LegFailedError | None, outcome: Outcome
+    ) -> None:
+        if failure is None:
+            self.finish_with_error(Outcome.NO_INSTANCE, answers.no_instance(role.value))
+        elif failure.answer is not None:
+            self.finish(outcome, answers.passed_on(failure.answer, self.request_id))
+        elif failure.cause is LegFailure.TIMEOUT:
+            limit_s = self.tools.config.prefill_timeout_s
+            self.finish_with_error(Outcome.TIMEOUT, answers.timed_out(role.value, limit_s))
+        else:
+            self.finish_with_error(outcome, answers.leg_failed(role.value, str(failure)))
+
+    def outcome_if_client_left(self) -> Outcome:
+        """Return the outcome should the client leave now.
+
+        A client that closes once its stream is complete has not left: what is still tidied up
+        then is not its business.
+        """
+        if self.outcome is not None and self.stream is not None and self.response is self.stream:
+            return self.outcome
+        if self.stream is not None:
+            return Outcome.CLIENT_GONE_STREAMING
+        if self.is_prefill_done:
+            return Outcome.CLIENT_GONE_AFTER_PREFILL
+        return Outcome.CLIENT_GONE_BEFORE_PREFILL_DONE
+
+    @contextmanager
+    def timing(self, step: str) -> Iterator[None]:
+        """Count how long a step of the way takes."""
+        clock = self.tools.clock
+        started_s = clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.tools.figures.observe_step(step, clock.monotonic_s() - started_s)
+
+    # -- its instances ------------------------------------------------------------------------
+    def choose_prefill(
+        self,
+        excluded_urls: Collection[str],
+        *,
+        must_push: bool = False,
+        receiver: InstanceView | None = None,
+    ) -> InstanceView | None:
+        """Return the instance for a further attempt at a prefill leg, None when none is left."""
+        return choose_prefill(
+            self.route,
+            self.tools.fleet.snapshot(),
+            excluded_urls=excluded_urls,
+            must_push=must_push,
+            receiver=receiver,
+        )
+
+    def choose_decode(self, excluded_urls: Collection[str], *, must_push: bool = False) -> Choice:
+        """Return the instance for a decode leg, one that fits the open handoff."""
+        choice = choose_decode(
+            self.route,
+            self.tools.fleet.snapshot(),
+            excluded_urls=excluded_urls,
+            must_push=must_push,
+            sender_url="" if self.transfer is None else self.transfer.prefill.url,
+        )
+        self.holder_choice = choice.holder
+        return choice
+
+    # -- its handoff --------------------------------------------------------------------------
+    def open_transfer(self, prefill: InstanceView) -> TransferId:
+        """Note a handoff as open; to be called before its prefill leg is sent."""
+        transfer_id = new_transfer_id()
+        authorization = self.headers.get("Authorization")
+        self.transfer = OpenTransfer(transfer_id, prefill, authorization=authorization)
+        return transfer_id
+
+    def note_receiver(self, view: InstanceView) -> None:
+        """Have ``view`` told, too, should the handoff end early."""
+        if self.transfer is not None:
+            self.transfer = replace(self.transfer, decodes=(*self.transfer.decodes, view))
+
+    def end_transfer(self) -> None:
+        """Have every instance told that the handoff has ended."""
+        if self.transfer is not None:
+            self.tools.cleanup.cancel(self.transfer)
+            self.transfer = None
+
+    def leg_headers(
+        self, view: InstanceView, body: bytes, transfer_id: TransferId
+    ) -> CIMultiDict[str]:
+        """Return the headers of a leg of a handoff, signed where there is a cluster key."""
+        headers = self.headers.copy()
+        headers.update(view.dialect.leg_headers(transfer_id))
+        return self.tools.signer.signed(headers, body, transfer_id)
+
+    def decode_message(
+        self, view: InstanceView, params: msgspec.Raw, transfer_id: TransferId
+    ) -> tuple[bytes, CIMultiDict[str]]:
+        """Return body and headers of the handoff's decode leg on ``view``, which is noted for it.
+
+        ``params``: what prefill has offered, or from whom a push is to come.
+        """
+        conversation = self.conversation
+        is_told = conversation is not None and view.can_read_back
+        retention_s = conversation.retention_s if conversation is not None and is_told else None
+        fields = view.dialect.decode_fields(self.body.fields, params, retention_s)
+        body = msgspec.json.encode(fields)
+        self.note_receiver(view)
+        return body, self.leg_headers(view, body, transfer_id)
+
+    # -- its conversation ---------------------------------------------------------------------
+    def note_answer(self, view: InstanceView, answer: bytes | None = None) -> None:
+        """Remember that ``view`` answers the request, for the conversation's next turn.
+
+        ``answer``: what it has answered, where that is known as a whole.
+        """
+        if self.conversation is None:
+            return
+        kept = None if answer is None else view.dialect.history_in(self.body.fields, answer)
+        self.tools.recall.note_answer(self.conversation, view, kept)

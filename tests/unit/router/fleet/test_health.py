@@ -15,9 +15,7 @@ from multidict import CIMultiDict
 
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.router.fleet.health import HealthMonitor, ProbeTimes
-from kvferry.router.fleet.identities import IdentitySource
-from kvferry.router.fleet.identity import InstanceIdentity
-from kvferry.router.fleet.leg_wait import LegWaits
+from kvferry.router.fleet.identity import Identities, InstanceIdentity
 from kvferry.router.fleet.registry import Fleet, Health
 from kvferry.router.upstream import LegAnswer, LegFailedError, LegFailure, Upstream
 from tests.support.fake_clock import FakeClock
@@ -72,18 +70,17 @@ class World:
         clock = FakeClock()
         self.fleet = Fleet([_URL], [])
         self.upstream = _Upstream(clock, *results)
-        self.waits = LegWaits([_URL], clock, min_silence_s=3.0)
         self.monitor = HealthMonitor(
             self.fleet,
             cast(Upstream, self.upstream),
-            cast(IdentitySource, _Nobody()),
-            self.waits,
+            cast(Identities, _Nobody()),
             ProbeTimes(interval_s, timeout_s),
+            clock,
         )
         self.leg = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
-        with self.waits.of_leg(_URL):
+        with self.fleet.waits(_URL).of_leg():
             await asyncio.Event().wait()
 
     async def probe(self, times: int) -> bool:
@@ -186,9 +183,9 @@ async def test_instances_of_different_layouts_are_told_of(caplog: pytest.LogCapt
     monitor = HealthMonitor(
         fleet,
         cast(Upstream, _Upstream(FakeClock(), *[_WELL] * 12)),
-        layouts,
-        LegWaits(fleet.urls, FakeClock(), min_silence_s=3.0),
+        cast(Identities, layouts),
         ProbeTimes(60.0, 1.0),
+        FakeClock(),
     )
     for _ in range(2):
         await monitor.probe_all()
@@ -216,9 +213,9 @@ async def test_an_instance_that_does_not_say_who_it_is_is_told_of_with_the_reaso
     world.monitor = HealthMonitor(
         world.fleet,
         cast(Upstream, world.upstream),
-        nobody,
-        world.waits,
+        cast(Identities, nobody),
         ProbeTimes(60.0, 0.02),
+        FakeClock(),
     )
     await world.probe(1)
     assert world.fleet.detail(_URL) == "no answer to who it is within 0.02 s, as is its way"

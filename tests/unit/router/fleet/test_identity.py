@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.params import PeerAddress, Role
+from kvferry.protocol.params import PeerAddress
 from kvferry.router.fleet.identity import InstanceIdentity, parse_identity
-from kvferry.router.fleet.registry import Fleet, Health, InstanceView
-from kvferry.router.request.filters import able_to_push, can_push
-from kvferry.router.request.plan import ChoicePolicy, choose
-from kvferry.router.request.scorers import fewest_inflight, most_free_blocks
+from kvferry.router.fleet.registry import Fleet, Health
 
 _ANSWER = (
     b'{"instance_id": "p", "epoch": 5, "control_address": "tcp://h:1", "layout": {"x": 1},'
@@ -28,10 +25,6 @@ def _identity(num_free_blocks: int = 0, *capabilities: str) -> InstanceIdentity:
     )
 
 
-def _view(url: str, identity: InstanceIdentity | None, num_inflight: int = 0) -> InstanceView:
-    return InstanceView(url, Role.DECODE, Health.HEALTHY, False, num_inflight, identity)
-
-
 def test_unknown_fields_are_ignored() -> None:
     identity = parse_identity(_ANSWER)
     assert identity == _identity(2, "pull", "push")
@@ -48,27 +41,6 @@ def test_unknown_fields_are_ignored() -> None:
 )  # fmt: skip
 def test_anything_else_is_no_identity(answer: bytes) -> None:
     assert parse_identity(answer) is None
-
-
-def test_only_the_known_can_push() -> None:
-    views = [_view("a", None), _view("b", _identity(0, "pull")), _view("c", _identity(0, "push"))]
-    assert [can_push(view) for view in views] == [False, False, True]
-    assert [view.url for view in able_to_push(views)] == ["c"]
-
-
-def test_load_is_legs_first_and_free_blocks_then() -> None:
-    policy = ChoicePolicy(scorers=(fewest_inflight, most_free_blocks))
-    fleet = Fleet(["http://p"], ["http://a", "http://b"])
-    for url, num_free in (("http://a", 1), ("http://b", 7)):
-        fleet.set_health(url, Health.HEALTHY)
-        fleet.set_identity(url, _identity(num_free, "push"))
-    chosen = choose(fleet.snapshot(), Role.DECODE, policy)
-    assert chosen is not None
-    assert chosen.url == "http://b"
-    with fleet.open_ticket("http://b", Role.DECODE):
-        chosen = choose(fleet.snapshot(), Role.DECODE, policy)
-    assert chosen is not None
-    assert chosen.url == "http://a"
 
 
 @pytest.mark.parametrize("health", [Health.SUSPECT, Health.DOWN])

@@ -9,7 +9,7 @@ from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Role
 from kvferry.router.fleet.identity import InstanceIdentity
-from kvferry.router.fleet.registry import Fleet, Health
+from kvferry.router.fleet.registry import Fleet, FleetEvent, Health
 
 
 def test_snapshot_stays_as_it_was() -> None:
@@ -45,14 +45,14 @@ def test_one_url_in_both_roles_has_one_health_and_two_counts() -> None:
 
 def test_connection_failure_makes_a_healthy_instance_suspect_and_asks_for_a_probe() -> None:
     fleet = Fleet(["http://p"], ["http://d"])
-    asked: list[str] = []
-    fleet.on_suspect(asked.append)
+    told = _events(fleet)
     fleet.report_connection_failure("http://p", "reset")
-    assert (fleet.health("http://p"), asked) == (Health.UNKNOWN, [])
+    assert (fleet.health("http://p"), told) == (Health.UNKNOWN, [])
     fleet.set_health("http://p", Health.HEALTHY)
     fleet.report_connection_failure("http://p", "reset")
     fleet.report_connection_failure("http://p", "reset")
-    assert (fleet.health("http://p"), asked) == (Health.SUSPECT, ["http://p"])
+    assert fleet.health("http://p") is Health.SUSPECT
+    assert told == [(FleetEvent.SUSPECT, "http://p")]
     assert fleet.detail("http://p") == "reset"
 
 
@@ -82,6 +82,35 @@ def test_an_old_leg_that_ends_late_raises_no_doubts_about_the_next_start() -> No
     assert fleet.health("http://p") is Health.HEALTHY
 
 
+def _events(fleet: Fleet) -> list[tuple[FleetEvent, str]]:
+    told: list[tuple[FleetEvent, str]] = []
+    fleet.subscribe(lambda event, url: told.append((event, url)))
+    return told
+
+
+def test_one_that_drains_is_told_of_when_its_last_leg_has_ended() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    told = _events(fleet)
+    tickets = [fleet.open_ticket("http://d", Role.DECODE) for _ in range(2)]
+    fleet.set_draining("http://d", True)
+    tickets[0].close()
+    assert told == []
+    tickets[1].close()
+    assert told == [(FleetEvent.DRAINED, "http://d")]
+    fleet.set_draining("http://p", True)  # which has none
+    fleet.set_draining("http://p", True)
+    assert told[1:] == [(FleetEvent.DRAINED, "http://p")]
+
+
+def test_a_new_epoch_is_told_of_also_after_a_time_in_which_nobody_knew_it() -> None:
+    fleet = Fleet(["http://p"], ["http://d"])
+    told = _events(fleet)
+    for epoch in (1, 1, None, 1, 2, None, 3):
+        identity = None if epoch is None else _telling("p", "1", epoch)
+        fleet.set_identity("http://p", identity)
+    assert told == [(FleetEvent.NEW_EPOCH, "http://p")] * 2
+
+
 def test_draining_shows_in_the_snapshot() -> None:
     fleet = Fleet(["http://p"], ["http://d"])
     fleet.set_draining("http://d", True)
@@ -105,10 +134,10 @@ def test_other_urls_are_refused() -> None:
         Fleet(["http://p"], ["http://d"]).set_health("http://x", Health.DOWN)
 
 
-def _telling(name: str, template: str) -> InstanceIdentity:
+def _telling(name: str, template: str, epoch: int = 1) -> InstanceIdentity:
     return InstanceIdentity(
         instance_id=InstanceId(name),
-        epoch=Epoch(1),
+        epoch=Epoch(epoch),
         control_address="tcp://a:1",
         compatibility=Compatibility(chat_template_digest=template),
     )
@@ -121,7 +150,7 @@ def test_who_exchanges_nothing_with_whom_is_compared_when_it_is_told() -> None:
     before = fleet.snapshot()
     fleet.set_identity("http://p", _telling("p", "1"))
     fleet.set_identity("http://d", _telling("d", "2"))
-    assert fleet.is_divided
+    assert fleet.snapshot().is_divided
     snapshot = fleet.snapshot()
     apart = {view.url: view.apart_from for view in (*snapshot.prefill, *snapshot.decode)}
     assert apart == {
@@ -129,7 +158,7 @@ def test_who_exchanges_nothing_with_whom_is_compared_when_it_is_told() -> None:
     }  # fmt: skip
     assert not before.decode[0].apart_from, "a snapshot stays as it was"
     fleet.set_identity("http://d", _telling("d", "1"))
-    assert not fleet.is_divided
+    assert not fleet.snapshot().is_divided
 
 
 @pytest.mark.parametrize("health", [Health.SUSPECT, Health.DOWN])
@@ -139,7 +168,7 @@ def test_one_that_may_start_anew_is_apart_from_nobody(health: Health) -> None:
         fleet.set_health(url, Health.HEALTHY)
         fleet.set_identity(url, _telling(url, template))
     fleet.set_health("http://d", health)
-    assert not fleet.is_divided
+    assert not fleet.snapshot().is_divided
     assert not fleet.snapshot().prefill[0].apart_from
 
 
@@ -151,4 +180,4 @@ def test_differences_are_not_looked_for_again_while_nobody_says_anything_new(
         fleet.set_identity(url, _telling(url, template))
     monkeypatch.setattr(InstanceIdentity, "difference_from", None)
     fleet.set_identity("http://d", _telling("d", "2"))
-    assert fleet.is_divided
+    assert fleet.snapshot().is_divided

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.router.urls import normalise_url
+from kvferry.router.engines import normalise_url
 
 
 @pytest.mark.parametrize(

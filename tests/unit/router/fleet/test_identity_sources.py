@@ -13,8 +13,7 @@ from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError, FerryError, RemoteProtocolError
 from kvferry.protocol.user_key import OwnKey, UserKeyFile, key_id
 from kvferry.router.engines import EngineConfig
-from kvferry.router.fleet.identities import AskedIdentities, GivenIdentities
-from kvferry.router.fleet.identity import InstanceIdentity
+from kvferry.router.fleet.identity import Identities, InstanceIdentity
 from kvferry.router.upstream import LegAnswer, Upstream
 
 _PREFILL = ("http://p0", "http://p1", "http://both")
@@ -24,8 +23,14 @@ _PUSH = EngineConfig(
 )
 
 
+def _source(
+    engines: EngineConfig, upstream: object = None, key: OwnKey | None = None
+) -> Identities:
+    return Identities(engines, _PREFILL, cast(Upstream, upstream), key)
+
+
 async def _identity(engines: EngineConfig, url: str) -> InstanceIdentity:
-    identity = await GivenIdentities(engines, _PREFILL).identify(url, None)
+    identity = await _source(engines).identify(url, None)
     assert identity is not None
     return identity
 
@@ -51,7 +56,7 @@ async def test_who_takes_part_in_pushes(engines: EngineConfig, url: str, can_pus
 
 
 async def test_an_instance_is_the_same_until_it_was_not_well() -> None:
-    source = GivenIdentities(_PUSH, _PREFILL)
+    source = _source(_PUSH)
     first = await source.identify("http://d", None)
     assert await source.identify("http://d", first) is first
     second = await source.identify("http://d", None)
@@ -87,7 +92,7 @@ class _Answering:
 async def test_why_an_instance_stays_unknown_is_said(
     engines: EngineConfig, status: int, body: bytes, kind: type[FerryError], words: str
 ) -> None:
-    source = AskedIdentities(engines, cast(Upstream, _Answering(status, body)), None)
+    source = _source(engines, _Answering(status, body))
     with pytest.raises(kind, match=words):
         await source.identify("http://p", None)
     source.close()
@@ -95,7 +100,7 @@ async def test_why_an_instance_stays_unknown_is_said(
 
 async def test_without_any_control_port_vllm_is_not_asked() -> None:
     engines = EngineConfig(kind=EngineKind.VLLM)
-    source = AskedIdentities(engines, cast(Upstream, _Answering(404, b"")), None)
+    source = _source(engines, _Answering(404, b""))
     assert await source.identify("http://p", None) is None
 
 
@@ -116,8 +121,7 @@ def _shown(user_key: UserKeyFile | None) -> bytes:
 
 @pytest.mark.parametrize("key", [None, _OWN, OwnKey(b"c" * 32)])
 async def test_an_instance_with_another_users_key_says_which(key: OwnKey | None) -> None:
-    upstream = cast(Upstream, _Answering(200, _shown(_THEIRS)))
-    source = AskedIdentities(EngineConfig(), upstream, key)
+    source = _source(EngineConfig(), _Answering(200, _shown(_THEIRS)), key)
     with pytest.raises(ConfigError, match="--cluster-key-file /home/a/user-key, the key of uid 7"):
         await source.identify("http://p", None)
 
@@ -134,8 +138,8 @@ async def test_an_instance_with_another_users_key_says_which(key: OwnKey | None)
 async def test_who_has_the_key_knows_the_instance(
     shown: UserKeyFile | None, key: OwnKey | None
 ) -> None:
-    upstream = cast(Upstream, _Answering(200, _shown(shown)))
-    identity = await AskedIdentities(EngineConfig(), upstream, key).identify("http://p", None)
+    source = _source(EngineConfig(), _Answering(200, _shown(shown)), key)
+    identity = await source.identify("http://p", None)
     assert identity is not None
     assert identity.user_key == shown
 
@@ -150,7 +154,7 @@ async def test_who_has_the_key_knows_the_instance(
 )
 def test_a_silent_control_port_may_have_another_key(key: OwnKey | None, words: str) -> None:
     engines = EngineConfig(control_addresses={"http://p": "tcp://127.0.0.1:1"})
-    source = AskedIdentities(engines, cast(Upstream, _Answering(404, b"")), key)
+    source = _source(engines, _Answering(404, b""), key)
     try:
         assert re.search(words, source.why_silent("http://p"))
         assert source.why_silent("http://without-one") == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.request.progress import PrefillEvents
+from kvferry.router.request.legs import PrefillEvents
 
 _HALF = b'data: {"kv_progress": {"num_computed_tokens": 50, "num_prompt_tokens": 100}}\n\n'
 _ANSWER = b'{"choices": [{"text": "a"}], "kv_transfer_params": {"x": 1}}'
@@ -13,7 +13,7 @@ _ANSWER = b'{"choices": [{"text": "a"}], "kv_transfer_params": {"x": 1}}'
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 1000])
 def test_any_cut_of_the_bytes_tells_the_same(chunk_bytes: int) -> None:
     stream = _HALF + b": note\n\n" + b"data: " + _ANSWER + b"\n\ndata: [DONE]\n\n"
-    events = PrefillEvents()
+    events = PrefillEvents(1_000_000)
     told: list[float] = []
     for start in range(0, len(stream), chunk_bytes):
         told += events.feed(stream[start : start + chunk_bytes])
@@ -27,7 +27,7 @@ def test_any_cut_of_the_bytes_tells_the_same(chunk_bytes: int) -> None:
 def test_progress_is_a_share(computed: int, total: int, share: float) -> None:
     told = f'{{"num_computed_tokens": {computed}, "num_prompt_tokens": {total}}}'
     event = f'data: {{"kv_progress": {told}}}\n\n'.encode()
-    assert PrefillEvents().feed(event) == [share]
+    assert PrefillEvents(1_000_000).feed(event) == [share]
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_progress_is_a_share(computed: int, total: int, share: float) -> None:
     ],
 )
 def test_what_is_no_progress_is_the_answer(data: bytes, is_error: bool) -> None:
-    events = PrefillEvents()
+    events = PrefillEvents(1_000_000)
     assert events.feed(_HALF + b"data: " + data + b"\n\n") == [0.5]
     assert (events.answer, events.is_error) == (data, is_error)
 
 
 def test_nothing_is_no_answer() -> None:
-    events = PrefillEvents()
+    events = PrefillEvents(1_000_000)
     assert events.feed(_HALF + b'data: {"choi') == [0.5]
     assert events.answer is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from kvferry.errors import RequestError
-from kvferry.router.history.tenant import salt_of, salted, tenant_of
+from kvferry.router.history.keys import salt_of, salted, tenant_of
 from kvferry.router.request.parsing import parse_body
 
 _text = st.text(max_size=12)

@@ -1,12 +1,12 @@
-"""Headers by which a request controls its conversation."""
+"""Headers by which a request asks for its mode and controls its conversation."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvferry.errors import RequestError
-from kvferry.router.config import ReadBack
-from kvferry.router.request.read_back import wanted_read_back, wanted_retention_s
+from kvferry.router.config import ReadBack, RouteMode
+from kvferry.router.headers import wanted_mode, wanted_read_back, wanted_retention_s
 
 
 def test_read_back_is_as_configured_unless_asked() -> None:
@@ -34,3 +34,11 @@ def test_other_retentions_are_refused(wrong: str) -> None:
     with pytest.raises(RequestError, match="X-KVFerry-Retention-S must be 0 to 86400") as caught:
         wanted_retention_s(wrong)
     assert caught.value.param == "X-KVFerry-Retention-S"
+
+
+def test_a_request_may_ask_for_a_mode() -> None:
+    assert wanted_mode(None, RouteMode.PULL) is RouteMode.PULL
+    assert wanted_mode(" Push ", RouteMode.PULL) is RouteMode.PUSH
+    for wrong in ("", "p", "push,pull"):
+        with pytest.raises(RequestError, match="auto, pull, push"):
+            wanted_mode(wrong, RouteMode.AUTO)

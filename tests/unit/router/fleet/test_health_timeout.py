@@ -8,7 +8,7 @@ import time
 import pytest
 import uvloop
 
-from kvferry.router.fleet.running_timeout import running_timeout
+from kvferry.router.fleet.health import running_timeout
 
 _LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)
 _LIMIT_S = 0.2

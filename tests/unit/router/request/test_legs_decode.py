@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.receive_note import stream_note
-from kvferry.router.request.answer_end import StreamEnd, is_opening, require_whole
+from kvferry.router.request.legs import DecodeEvents, require_whole
 from kvferry.router.upstream import LegFailedError, LegFailure
 
 _EVENT = b'data: {"choices":[{"index":0,"text":"one","finish_reason":null}]}\n\n'
@@ -18,11 +18,11 @@ _LAST = b'data: {"choices":[{"index":0,"text":"two","finish_reason":"stop"}]}\n\
 _DONE = b"data: [DONE]\n\n"
 
 
-def see(*chunks: bytes) -> StreamEnd:
-    end = StreamEnd()
+def see(*chunks: bytes) -> DecodeEvents:
+    events = DecodeEvents()
     for chunk in chunks:
-        end.see(chunk)
-    return end
+        events.feed(chunk)
+    return events
 
 
 def pieces(data: bytes, size: int) -> list[bytes]:
@@ -79,6 +79,7 @@ def _chat(delta: object, **fields: object) -> bytes:
 
 
 _ROLE = _chat({"role": "assistant", "content": ""})
+_USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,9 @@ _ROLE = _chat({"role": "assistant", "content": ""})
         (_chat({"role": "assistant", "content": ""}, token_ids=[5]), False),
         (_chat({"role": "assistant", "content": ""}, finish_reason="stop"), False),
         (_ROLE + _chat({"content": "one"}), False),
-        (_ROLE + _DONE, False),
+        (_ROLE + _LAST + _DONE, False),
+        (_ROLE + _USAGE, True),
+        (_USAGE, False),
         (_ROLE[:-2], False),
         (_EVENT, False),
         (b"", False),
@@ -99,7 +102,26 @@ _ROLE = _chat({"role": "assistant", "content": ""})
     ],
 )
 def test_the_role_alone_is_no_answer_yet(first: bytes, is_it: bool) -> None:
-    assert is_opening(first) is is_it
+    assert see(first).is_opening is is_it
+    assert see(*pieces(first, 7)).is_opening is is_it
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_error_that_an_answer_begins_with_is_told_also_after_the_role(size: int) -> None:
+    error = b'{"error": {"message": "no"}}'
+    for before in (b"", _ROLE):
+        events = see(*pieces(before + b"data: " + error + b"\n\n", size))
+        assert (events.error, events.is_opening) == (error, False)
+    assert see(_EVENT, b"data: " + error + b"\n\n").error is None
+
+
+def test_bytes_pass_as_they_come_less_the_note_before_the_end() -> None:
+    events = DecodeEvents()
+    stream = _EVENT + _LAST
+    assert b"".join(events.feed(piece) for piece in pieces(stream, 7)) == stream
+    assert events.feed(stream_note("received") + _DONE) == _DONE
+    assert events.feed(b"\n") == b"\n"
+    assert (events.is_done, events.receive_outcome) == (True, "received")
 
 
 @given(st.text())

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry.router.admission import Admission
+from kvferry.router.app import Admission
 
 
 async def _hold(admission: Admission, gate: asyncio.Event) -> bool:

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.ids import Epoch, InstanceId
 from kvferry.protocol.params import Role
+from kvferry.router.fleet.identity import InstanceIdentity
 from kvferry.router.fleet.registry import FleetSnapshot, Health, InstanceView
-from kvferry.router.request.filters import able_to_push, usable
-from kvferry.router.request.plan import ChoicePolicy, choose_near
-from kvferry.router.request.preference import HolderChoice, Preference
-from kvferry.router.request.scorers import fewest_inflight
+from kvferry.router.request.plan import HolderChoice, RouteRequest, choose_decode
+
+_CAN_PUSH = InstanceIdentity(
+    instance_id=InstanceId("i"), epoch=Epoch(1), control_address="tcp://h:1", capabilities=("push",)
+)
 
 
 def _view(
@@ -26,16 +29,20 @@ def _choice(
     *views: InstanceView,
     slack: int = 4,
     excluded: tuple[str, ...] = (),
-    policy: ChoicePolicy | None = None,
+    must_push: bool = False,
     had_turns: str = "",
-) -> tuple[str | None, HolderChoice]:
+) -> tuple[str | None, HolderChoice | None]:
     """``had_turns``: who got the last legs, in their order."""
     views = tuple(replace(view, last_turn=had_turns.find(view.url) + 1) for view in views)
     snapshot = FleetSnapshot((), views)
-    chosen, choice = choose_near(
-        snapshot, policy or ChoicePolicy(), Preference("h", slack), excluded_urls=excluded
+    request = RouteRequest(
+        holder_url="h",
+        prefers_holder=True,
+        holder_slack_requests=slack,
+        is_pushed_by_load=must_push,
     )
-    return chosen.url if chosen else None, choice
+    chosen = choose_decode(request, snapshot, excluded_urls=excluded, must_push=must_push)
+    return chosen.view.url if chosen.view else None, chosen.holder
 
 
 @pytest.mark.parametrize("had_turns", ["", "abh", "hba"])
@@ -83,14 +90,14 @@ def test_excluded_holder_is_not_chosen_again() -> None:
 
 
 def test_holder_that_cannot_push_is_not_pushed_to() -> None:
-    policy = ChoicePolicy(filters=(able_to_push, usable))
-    assert _choice(_view("h"), policy=policy) == (None, HolderChoice.ELSEWHERE)
+    assert _choice(_view("h"), must_push=True) == (None, HolderChoice.ELSEWHERE)
 
 
 def test_holder_goes_before_load_within_the_slack() -> None:
-    policy = ChoicePolicy(scorers=(fewest_inflight,))
-    assert _choice(_view("a", 0), _view("h", 3), policy=policy)[0] == "h"
-    assert _choice(_view("a", 7), _view("h", 9), _view("b", 1), policy=policy)[0] == "b"
+    a, h, b = (replace(_view(url), identity=_CAN_PUSH) for url in "ahb")
+    assert _choice(a, replace(h, num_inflight=3), must_push=True)[0] == "h"
+    busy = (replace(a, num_inflight=7), replace(h, num_inflight=9), replace(b, num_inflight=1))
+    assert _choice(*busy, must_push=True)[0] == "b"
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 20), st.integers(0, 9))
@@ -102,3 +109,9 @@ def test_holder_is_never_busier_than_the_slack_allows(
     is_within = load <= min([load, *loads]) + slack
     assert (chosen == "h") is is_within
     assert choice is (HolderChoice.HOLDER if is_within else HolderChoice.OVERLOADED)
+
+
+def test_a_holder_that_only_began_alike_is_not_preferred() -> None:
+    views = (replace(_view("h"), last_turn=1), _view("a"))
+    chosen = choose_decode(RouteRequest(holder_url="h"), FleetSnapshot((), views))
+    assert (chosen.view, chosen.holder) == (views[1], None)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvferry.router.fleet.leg_wait import LegWait, LegWaits
+from kvferry.router.fleet.silence import InstanceWaits, LegWait
 from kvferry.router.upstream import LegFailedError, LegFailure
 from tests.support.fake_clock import FakeClock
 
-_URL, _OTHER_URL = "http://p", "http://d"
+_MIN_SILENCE_S = 3.0
 
 
 class World:
@@ -18,12 +18,13 @@ class World:
 
     def __init__(self) -> None:
         self.clock = FakeClock(100.0)
-        self.waits = LegWaits((_URL, _OTHER_URL), self.clock, min_silence_s=3.0)
+        self.waits = InstanceWaits("http://p")
+        self.others = InstanceWaits("http://d")
         self.coming: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def begin(self, wait: LegWait | None = None) -> asyncio.Task[bytes]:
         """A task that waits for ``coming``, as a leg does."""
-        leg = self.waits.of_leg(_URL) if wait is None else wait
+        leg = self.waits.of_leg() if wait is None else wait
 
         async def read() -> bytes:
             with leg:
@@ -33,15 +34,21 @@ class World:
         await asyncio.sleep(0)
         return task
 
-    def miss_probe(self, url: str = _URL) -> None:
-        self.waits.begin_probe(url)
-        self.clock.advance(2.0)
-        self.waits.take_unanswered(url)
+    def begin_probe(self) -> None:
+        self.waits.silence.begin_probe(self.clock.monotonic_s())
 
-    def fall_silent(self, url: str = _URL) -> None:
-        self.miss_probe(url)
+    def take_unanswered(self) -> None:
+        self.waits.take_unanswered(self.clock.monotonic_s(), _MIN_SILENCE_S)
+
+    def miss_probe(self) -> None:
+        self.begin_probe()
+        self.clock.advance(2.0)
+        self.take_unanswered()
+
+    def fall_silent(self) -> None:
+        self.miss_probe()
         self.clock.advance(1.0)
-        self.miss_probe(url)
+        self.miss_probe()
 
 
 @pytest.fixture
@@ -65,20 +72,21 @@ async def test_silence_ends_every_wait_for_the_instance(world: World) -> None:
 
 async def test_the_silence_of_another_instance_ends_nothing(world: World) -> None:
     task = await world.begin()
-    world.fall_silent(_OTHER_URL)
+    world.waits = world.others
+    world.fall_silent()
     world.coming.set_result(b"it")
     assert await task == b"it"
 
 
 async def test_what_comes_on_one_leg_speaks_for_all(world: World) -> None:
     waiting = await world.begin()
-    busy = world.waits.of_leg(_URL)
+    busy = world.waits.of_leg()
     for _ in range(5):
-        world.waits.begin_probe(_URL)
+        world.begin_probe()
         with busy:
             await asyncio.sleep(0)
         world.clock.advance(2.0)
-        world.waits.take_unanswered(_URL)
+        world.take_unanswered()
     world.coming.set_result(b"it")
     assert await waiting == b"it"
 
@@ -87,14 +95,14 @@ async def test_an_answered_probe_speaks_for_all_legs(world: World) -> None:
     task = await world.begin()
     for _ in range(5):
         world.miss_probe()
-        world.waits.begin_probe(_URL)
-        world.waits.hear(_URL)
+        world.begin_probe()
+        world.waits.silence.hear()
     world.coming.set_result(b"it")
     assert await task == b"it"
 
 
 async def test_a_leg_that_waits_for_somebody_else_goes_on(world: World) -> None:
-    wait = world.waits.of_leg(_URL)
+    wait = world.waits.of_leg()
     client_reads = asyncio.Event()
 
     async def stream() -> bytes:
@@ -122,7 +130,7 @@ async def test_a_wait_that_begins_during_silence_ends_with_the_next_probe(world:
 
 
 async def test_a_leg_whose_wait_was_ended_can_wait_again(world: World) -> None:
-    wait = world.waits.of_leg(_URL)
+    wait = world.waits.of_leg()
     task = await world.begin(wait)
     world.fall_silent()
     with pytest.raises(LegFailedError):
@@ -150,7 +158,7 @@ async def test_a_deadline_around_the_wait_stays_its_own(world: World) -> None:
 async def test_a_failure_of_the_leg_is_passed_on_and_is_no_sign_of_life(world: World) -> None:
     world.miss_probe()
     world.clock.advance(1.0)
-    with pytest.raises(ConnectionResetError), world.waits.of_leg(_URL):
+    with pytest.raises(ConnectionResetError), world.waits.of_leg():
         raise ConnectionResetError
     task = await world.begin()
     world.miss_probe()
@@ -162,7 +170,7 @@ async def test_waits_that_are_over_are_forgotten(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        with world.waits.of_leg(_URL):
+        with world.waits.of_leg():
             pass
     task = await world.begin()
     world.fall_silent()
