@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
 from kvferry.cli.options import options
 from kvferry.cli.record_file import json_option, write_record
+from kvferry.doctor.facts import Assignment, HandoffPlan
 from kvferry.protocol.hosts import is_local_address
 from kvferry.protocol.user_key import KeyChoice
 
@@ -39,41 +41,8 @@ _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}
 @click.option(
     "--no-transfers", is_flag=True, help="Try no handoffs: ask only, which costs no request."
 )
-@click.option(
-    "--tokens",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(128, 65_536),
-    help="Length of the prompt whose move tells the bandwidth.",
-)
-@click.option(
-    "--repeats",
-    default=2,
-    show_default=True,
-    type=click.IntRange(1, 20),
-    help="Handoffs of each length and direction; the fastest counts.",
-)
-@click.option(
-    "--max-pairs",
-    default=12,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Directions that are tried at most.",
-)
-@click.option(
-    "--timeout-s",
-    default=5.0,
-    show_default=True,
-    type=click.FloatRange(min=0.1),
-    help="Bound of each question.",
-)
-@click.option(
-    "--handoff-timeout-s",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    help="Bound of each leg of a handoff.",
-)
+@options(HandoffPlan, "plan")
+@options(Assignment, "bounds", build=dict)
 @json_option
 def doctor(
     *,
@@ -82,11 +51,8 @@ def doctor(
     key_choice: KeyChoice,
     api_key: str | None,
     no_transfers: bool,
-    tokens: int,
-    repeats: int,
-    max_pairs: int,
-    timeout_s: float,
-    handoff_timeout_s: float,
+    plan: HandoffPlan,
+    bounds: dict[str, Any],
     json_path: Path | None,
 ) -> None:
     """Check a running deployment from outside, and say what to do about what is wrong.
@@ -102,7 +68,7 @@ def doctor(
     """
     from kvferry.cli.deployment import run_to_end
     from kvferry.doctor.deployment_checks import findings_of
-    from kvferry.doctor.examination import Assignment, examine
+    from kvferry.doctor.examination import examine
     from kvferry.doctor.finding import (
         Result,
         format_findings,
@@ -111,22 +77,19 @@ def doctor(
         record_of,
         worst,
     )
-    from kvferry.doctor.handoffs import HandoffPlan
 
     addresses = tuple(dict.fromkeys(map(_base_url, urls)))
     control_addresses = dict(map(_control, controls))
     # Who only looks makes no key.
     is_local = any(map(is_local_address, (*addresses, *control_addresses.values())))
     key = key_choice.find(os.environ, is_local=is_local, makes=False)
-    plan = HandoffPlan(num_tokens=tokens, repeats=repeats, timeout_s=handoff_timeout_s)
     assignment = Assignment(
         urls=addresses,
         control_addresses=control_addresses,
         cluster_key=key.secret if key else None,
         api_key=api_key,
-        timeout_s=timeout_s,
         handoffs=None if no_transfers else plan,
-        max_pairs=max_pairs,
+        **bounds,
     )
     facts = run_to_end(examine(assignment, random.Random(), _say))
     findings = findings_of(facts)

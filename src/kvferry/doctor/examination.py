@@ -13,8 +13,8 @@ import itertools
 import random
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -23,37 +23,20 @@ from kvferry.client.control_port import ControlPorts
 from kvferry.client.http_client import HttpClient
 from kvferry.doctor.facts import (
     LOOPBACK,
+    Assignment,
     DeploymentFacts,
     HostFacts,
     InstanceFacts,
     RouterFacts,
     host_of,
 )
-from kvferry.doctor.handoffs import HandoffPlan, HandoffProbe
+from kvferry.doctor.handoffs import HandoffProbe
 from kvferry.doctor.questions import Questions
 from kvferry.errors import ConfigError, PeerUnreachableError
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LOOK_UP_S = 2.0
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What is to be examined, and how."""
-
-    urls: tuple[str, ...]
-    """Of instances and routers, without a trailing slash."""
-    control_addresses: Mapping[str, str]
-    """By an instance's URL; kvferry's own engines and routers tell theirs themselves."""
-    cluster_key: bytes | None = None
-    api_key: str | None = None
-    timeout_s: float = 5.0
-    """Bound of each question."""
-    handoffs: HandoffPlan | None = None
-    """None: no handoff is tried."""
-    max_pairs: int = 12
-    """Directions that are tried at most."""
 
 
 async def examine(assignment: Assignment, rng: random.Random, say: Say) -> DeploymentFacts:

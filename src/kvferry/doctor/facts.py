@@ -1,14 +1,16 @@
-"""What was found out about a deployment: a snapshot, from which the findings are decided.
+"""What is to be found out about a deployment, and what was: from that the findings are decided.
 
 Owns the types only. Durations in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.client.control_answer import ControlAnswer
+from kvferry.options import option
 from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
@@ -16,6 +18,41 @@ from kvferry.protocol.user_key import UserKeyFile
 
 LOOPBACK = "loopback"
 """The one name of every loopback address: there they all mean the same host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffPlan:
+    """How much is handed over in each direction, after one handoff that opens the connection."""
+
+    num_tokens: int = option(
+        1024,
+        "Length of the prompt whose move tells the bandwidth; less where the instances are small.",
+        flag="--tokens",
+        minimum=128,
+        maximum=65_536,
+    )
+    repeats: int = option(
+        2, "Handoffs of each length and direction; the fastest counts.", minimum=1, maximum=20
+    )
+    timeout_s: float = option(
+        60.0, "Bound of each leg of a handoff.", flag="--handoff-timeout-s", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What is to be examined, and how."""
+
+    urls: tuple[str, ...]
+    """Of instances and routers, without a trailing slash."""
+    control_addresses: Mapping[str, str]
+    """By an instance's URL; kvferry's own engines and routers tell theirs themselves."""
+    cluster_key: bytes | None = None
+    api_key: str | None = None
+    handoffs: HandoffPlan | None = None
+    """None: no handoff is tried."""
+    max_pairs: int = option(12, "Directions that are tried at most.", minimum=1)
+    timeout_s: float = option(5.0, "Bound of each question.", minimum=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

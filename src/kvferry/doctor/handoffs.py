@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.client.dialects import Json, KvferryDialect
 from kvferry.client.http_client import Reply
-from kvferry.doctor.facts import HandoffSample, InstanceFacts, PairFacts
+from kvferry.doctor.facts import HandoffPlan, HandoffSample, InstanceFacts, PairFacts
 from kvferry.doctor.handoff_checks import CLIENT_NOISE_S, seems_slow
 from kvferry.doctor.questions import Questions
 from kvferry.errors import FerryError, MeasurementError, PeerUnreachableError
@@ -52,17 +52,6 @@ class HandoffFailedError(MeasurementError):
         super().__init__(message)
         self.outcome = outcome
         self.remedy = remedy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffPlan:
-    """How much is handed over. ``num_tokens`` is of the long prompt; it may have to be shorter."""
-
-    num_tokens: int = 1024
-    repeats: int = 2
-    """Of each length, after one handoff that only opens the connection."""
-    timeout_s: float = 60.0
-    """Bound of one leg."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,16 @@ import pytest
 
 from kvferry.client.control_answer import ControlEnd
 from kvferry.doctor.deployment_checks import findings_of
-from kvferry.doctor.examination import Assignment, examine, fitting_directions
+from kvferry.doctor.examination import examine, fitting_directions
 from kvferry.doctor.facts import (
+    Assignment,
     DeploymentFacts,
+    HandoffPlan,
     InstanceFacts,
     RoutedInstance,
     RouterFacts,
 )
 from kvferry.doctor.finding import Result
-from kvferry.doctor.handoffs import HandoffPlan
 from kvferry.errors import ConfigError
 from kvferry.protocol.messages import InstanceInfo
 from tests.unit.client.served_control_port import TIMEOUT_S, Serve, with_info

@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from kvferry.doctor import handoffs
-from kvferry.doctor.facts import InstanceFacts, PairFacts
+from kvferry.doctor.facts import HandoffPlan, InstanceFacts, PairFacts
 from kvferry.doctor.handoff_checks import speed_of
 from kvferry.doctor.handoffs import (
     MAX_FURTHER_SAMPLES,
-    HandoffPlan,
     HandoffProbe,
     Lengths,
     lengths_of,
