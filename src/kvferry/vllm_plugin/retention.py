@@ -7,12 +7,14 @@ by itself: whoever needs room asks for it, and tails of the oldest conversations
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.blocks.chain_tree import ChainTree
 from kvferry.blocks.partials import partial_content
 from kvferry.clock import Clock
 from kvferry.protocol.hashing import block_hashes
@@ -110,28 +112,30 @@ class BlockDemand:
 
 @dataclass(slots=True)
 class _Conversation:
-    hashes: list[BlockHash]
-    """Of its retained leading blocks, never none."""
+    last_hash: BlockHash
+    """Of its last full block, whether or not so much of it is retained."""
     ends_at_s: float
 
 
 class RetainedConversations:
-    """Conversations by the hashes of their blocks, least recently retained first. Pure."""
+    """Conversations as chains of block hashes, least recently retained first. Pure."""
 
     def __init__(self, max_blocks: int, duration_s: float, clock: Clock) -> None:
         self._max_blocks = max_blocks
         self._duration_s = duration_s
         self._clock = clock
-        self._by_last: OrderedDict[BlockHash, _Conversation] = OrderedDict()
-        """By the hash of their last full block."""
-        self._cover: Counter[BlockHash] = Counter()
+        self._chains = ChainTree()
+        self._conversations: OrderedDict[int, _Conversation] = OrderedDict()
+        """By the number of their chain."""
+        self._by_last_hash: dict[BlockHash, int] = {}
+        self._numbers = itertools.count()
         self._next_end_s = math.inf
         """No conversation ends before: most steps need not look at any."""
 
     @property
     def num_blocks(self) -> int:
         """Distinct retained blocks."""
-        return len(self._cover)
+        return self._chains.num_hashes
 
     def add(
         self, hashes: Sequence[BlockHash], duration_s: float | None, *, has_partial: bool = False
@@ -143,53 +147,56 @@ class RetainedConversations:
         time; 0 ends the conversation.
         """
         lasts_s = self._duration_s if duration_s is None else min(duration_s, self._duration_s)
-        earlier = [block_hash for block_hash in hashes if block_hash in self._by_last]
-        kept = list(hashes[: self._max_blocks]) if lasts_s > 0 else []
-        # A block is retained only with all that are before it.
-        num_known = sum(block_hash in self._cover for block_hash in kept)
-        self._cover.update(kept)
-        leaving = [block_hash for last_hash in earlier for block_hash in self._end(last_hash)]
+        earlier = [self._by_last_hash[h] for h in hashes if h in self._by_last_hash]
+        kept = hashes[: self._max_blocks] if lasts_s > 0 else ()
+        number, num_before = next(self._numbers), self.num_blocks
         if kept:
-            ends_at_s = self._clock.monotonic_s() + lasts_s
-            self._next_end_s = min(self._next_end_s, ends_at_s)
-            last_full = hashes[-2 if has_partial else -1]
-            self._by_last[last_full] = _Conversation(kept, ends_at_s)
+            self._chains.add(number, kept)
+        # A block is retained only with all that are before it.
+        num_known = len(kept) - (self.num_blocks - num_before)
+        leaving = self._end(earlier)
+        if kept:
+            conversation = _Conversation(
+                hashes[-2 if has_partial else -1], self._clock.monotonic_s() + lasts_s
+            )
+            self._next_end_s = min(self._next_end_s, conversation.ends_at_s)
+            self._conversations[number] = conversation
+            self._by_last_hash[conversation.last_hash] = number
         leaving += self.give_way(self.num_blocks - self._max_blocks)
-        return range(num_known, len(kept)), tuple(leaving)
+        return range(num_known, len(kept)), leaving
 
     def expire(self) -> Hashes:
         """End what is past its time; return the hashes to let go of."""
         now_s = self._clock.monotonic_s()
         if now_s < self._next_end_s:
             return ()
-        over = [last for last, c in self._by_last.items() if c.ends_at_s <= now_s]
-        leaving = tuple(block_hash for last in over for block_hash in self._end(last))
-        self._next_end_s = min((c.ends_at_s for c in self._by_last.values()), default=math.inf)
+        leaving = self._end([n for n, c in self._conversations.items() if c.ends_at_s <= now_s])
+        ends = (conversation.ends_at_s for conversation in self._conversations.values())
+        self._next_end_s = min(ends, default=math.inf)
         return leaving
 
     def give_way(self, num_blocks: int) -> Hashes:
         """Return hashes to let go of, so that ``num_blocks`` fewer blocks are retained."""
         leaving: list[BlockHash] = []
         max_left = self.num_blocks - num_blocks
-        while self._by_last and self.num_blocks > max_left:
-            last_hash, oldest = next(iter(self._by_last.items()))
-            leaving += self._uncover([oldest.hashes.pop()])
-            if not oldest.hashes:
-                del self._by_last[last_hash]
+        while self._conversations and self.num_blocks > max_left:
+            oldest = next(iter(self._conversations))
+            leaving += self._chains.shorten(oldest, self.num_blocks - max_left)
+            if oldest not in self._chains:
+                self._forget(oldest)
         return tuple(leaving)
 
-    def _end(self, last_hash: BlockHash) -> list[BlockHash]:
-        return self._uncover(reversed(self._by_last.pop(last_hash).hashes))
+    def _end(self, numbers: Iterable[int]) -> Hashes:
+        leaving: list[BlockHash] = []
+        for number in numbers:
+            leaving += self._chains.remove(number)
+            self._forget(number)
+        return tuple(leaving)
 
-    def _uncover(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """One conversation less has ``hashes``; return those that none has any more."""
-        leaving = []
-        for block_hash in hashes:
-            self._cover[block_hash] -= 1
-            if not self._cover[block_hash]:
-                del self._cover[block_hash]
-                leaving.append(block_hash)
-        return leaving
+    def _forget(self, number: int) -> None:
+        conversation = self._conversations.pop(number)
+        if self._by_last_hash.get(conversation.last_hash) == number:
+            del self._by_last_hash[conversation.last_hash]
 
 
 class Retention:

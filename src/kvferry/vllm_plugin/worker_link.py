@@ -174,11 +174,6 @@ class Workers:
                 )
         return cls(first, [OrderClient(hello.orders_path) for hello in hellos])
 
-    @property
-    def num_awaited(self) -> int:
-        """Blocks and ends that some rank has told of and another has not."""
-        return len(self._ends) + len({block for pins in self._returned for block in pins})
-
     def send(self, order: Order) -> None:
         """Pass an order on to all. Raises ``EngineError`` if any of them has gone."""
         for client in self._clients:

@@ -68,9 +68,9 @@ def test_a_pin_goes_back_when_the_last_rank_returns_it() -> None:
     assert _give_back(workers, 0, 1, 2) == []
     assert _give_back(workers, 2, 2, 1) == []
     assert _give_back(workers, 1, 2) == [2]
-    assert workers.num_awaited == 1
+    assert sum(map(len, workers._returned)) == 2, "one block, on two ranks"
     assert _give_back(workers, 1, 1) == [1]
-    assert workers.num_awaited == 0
+    assert not any(workers._returned)
 
 
 def test_every_pin_on_a_block_is_counted() -> None:
@@ -85,7 +85,7 @@ def test_one_rank_tells_for_itself() -> None:
     workers, report = _workers(1), StepReport(1, blocks(5), (_end(),), (_A,))
     assert _join(workers, {0: report}, known=()) == report
     assert workers.ask(_OFFER) == Answer(lease_s=30.0)
-    assert workers.num_awaited == 0
+    assert not workers._ends
 
 
 # -- orders -------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_fill_has_ended_when_it_has_on_all_ranks() -> None:
     assert _join(workers, both).ends == ()
     (end,) = _join(workers, {1: StepReport(2, ends=(_end(),))}).ends
     assert (end.outcome, end.num_blocks, end.num_bytes) == ("received", 3, 20)
-    assert workers.num_awaited == 0
+    assert not workers._ends
 
 
 def test_of_a_history_counts_what_all_ranks_have() -> None:
@@ -166,7 +166,7 @@ def test_a_rank_that_ends_twice_does_not_end_for_another() -> None:
 def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
     workers = _workers()
     _join(workers, {0: StepReport(1, ends=(_end(),))}, known=())
-    assert workers.num_awaited == 0
+    assert not workers._ends
 
 
 def test_a_push_is_admitted_when_one_rank_hears_of_it() -> None:
