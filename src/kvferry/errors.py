@@ -16,19 +16,14 @@ FerryError
 ├── ClusterError                 a process of a deployment did not start, or died
 └── MeasurementError             a benchmark could not measure what it says it measures
 
-The blame is in the type: *local* is ours, *remote* is the peer's. ``can_recompute`` says whether
-the request that met the error can still be answered by computing its prompt locally.
+The blame is in the type: *local* is ours, *remote* is the peer's.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class FerryError(Exception):
     """Base of all errors that kvferry raises."""
-
-    can_recompute: ClassVar[bool] = False
 
 
 class ConfigError(FerryError):
@@ -50,11 +45,14 @@ class RequestError(FerryError):
         self.code = code
         self.status = status
 
+    @classmethod
+    def invalid_value(cls, param: str, message: str) -> RequestError:
+        """Return the error for a field that has the right type and a value that cannot be."""
+        return cls(message, param=param, code="invalid_value")
+
 
 class ProtocolError(FerryError):
     """The exchange between two instances went wrong."""
-
-    can_recompute: ClassVar[bool] = True
 
 
 class LocalProtocolError(ProtocolError):
@@ -88,8 +86,6 @@ class LeaseNotFoundError(ProtocolError):
 class TransferError(FerryError):
     """KV could not be moved."""
 
-    can_recompute: ClassVar[bool] = True
-
 
 class PeerUnreachableError(TransferError):
     """There is no connection to the peer, or it broke."""
@@ -101,8 +97,6 @@ class TransferFailedError(TransferError):
 
 class CapacityError(FerryError):
     """There are not enough blocks, or a cap was reached."""
-
-    can_recompute: ClassVar[bool] = True
 
 
 class EngineError(FerryError):

@@ -21,9 +21,9 @@ from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import Forward
 from kvferry.engine.forward import ModelForward
+from kvferry.engine.live_request import Chunk
 from kvferry.engine.model import load_model
 from kvferry.engine.paged_cache import PagedCache
-from kvferry.engine.plan import Chunk
 from kvferry.engine.request import EngineRequest, RequestReport, SamplingParams
 from kvferry.engine.runner import Engine
 from kvferry.engine.sampler import Scores

@@ -52,7 +52,7 @@ def hand_over(prefill: Side, decode: Side, prompt: Sequence[int], mode: Mode, na
 
 def bytes_of(side: Side, prompt: Sequence[int]) -> list[bytes]:
     """Return the memory of the prompt's full blocks, found by content."""
-    root = chain_root(side.engine.layout.fingerprint())
+    root = chain_root(side.engine.model.layout(16).fingerprint())
     hashes = block_hashes(root, prompt, 16)
     blocks = side.pool.acquire_cached(hashes)
     assert len(blocks) == len(hashes)

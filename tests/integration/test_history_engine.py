@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvferry.connector.ports import ReceiveOutcome
-from kvferry.engine.plan import Chunk
+from kvferry.engine.live_request import Chunk
 from kvferry.engine.sampler import Scores
 from kvferry.protocol.ids import Epoch, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role

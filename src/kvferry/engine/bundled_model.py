@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvferry.errors import ConfigError
@@ -33,16 +33,12 @@ Converter = Callable[[Path, Path], None]
 """Writes the model in the GGUF file (first) into an existing, empty folder (second)."""
 
 
-def default_cache_dir(environment: Mapping[str, str] | None = None) -> Path:
-    """Return ``$KVFERRY_CACHE_DIR``, else ``$XDG_CACHE_HOME/kvferry``, else ``~/.cache/kvferry``.
-
-    ``environment`` is the process's own if None.
-    """
-    variables = os.environ if environment is None else environment
-    if variables.get("KVFERRY_CACHE_DIR"):
-        return Path(variables["KVFERRY_CACHE_DIR"]).expanduser()
-    if variables.get("XDG_CACHE_HOME"):
-        return Path(variables["XDG_CACHE_HOME"]).expanduser() / "kvferry"
+def default_cache_dir() -> Path:
+    """Return the folder that the environment names, else ``~/.cache/kvferry``."""
+    if os.environ.get("KVFERRY_CACHE_DIR"):
+        return Path(os.environ["KVFERRY_CACHE_DIR"]).expanduser()
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "kvferry"
     return Path.home() / ".cache" / "kvferry"
 
 
@@ -164,7 +160,14 @@ def _convert(source: Path, target: Path) -> None:
     import torch  # heavy: only the one conversion needs it
     import transformers
 
-    with _quiet_transformers():
+    from kvferry.engine.model import quiet_library
+
+    # The GGUF reader draws a bar of its own, which no switch of the library reaches.
+    with (
+        quiet_library(hides_warnings=True),
+        open(os.devnull, "w") as sink,
+        contextlib.redirect_stderr(sink),
+    ):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
@@ -174,22 +177,3 @@ def _convert(source: Path, target: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars, no warnings about classes: the one line above is all that is shown."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    # The GGUF reader draws a tqdm bar of its own, which no switch of transformers reaches.
-    try:
-        with open(os.devnull, "w") as sink, contextlib.redirect_stderr(sink):
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -9,23 +9,19 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
 
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.ports import ConnectorPort, PrefillEnd, ReceiveOutcome, ReceiveResult
-from kvferry.engine.choice import choose_token, finish_reason
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.handoff import HandoffSender
-from kvferry.engine.live_request import LiveRequest, Phase
-from kvferry.engine.plan import Chunk, StepPlan
-from kvferry.engine.receiving import Receives
+from kvferry.engine.handoff import HandoffSender, Receives
+from kvferry.engine.live_request import Chunk, LiveRequest, Phase, StepPlan
 from kvferry.engine.request import FinishReason, TokenOutput
-from kvferry.engine.sampler import Scores
+from kvferry.engine.sampler import SamplingPoint, Scores, sample_token, token_logprob
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.threshold import make_threshold
+from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.errors import FerryError
 from kvferry.protocol.ids import BlockHash, RequestId
 from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
@@ -36,35 +32,22 @@ logger = logging.getLogger(__name__)
 _RETAINED_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 
 
-class Forward(Protocol):
-    """Computes chunks; see ``ModelForward``."""
+Forward = Callable[[Sequence[Chunk]], Iterable[Scores]]
+"""Returns the logits of the sampling chunks, in order, once all KV is in the pool.
 
-    def __call__(self, chunks: Sequence[Chunk], /) -> Iterable[Scores]:
-        """Return the logits of the sampling chunks, in order, once all KV is in the pool."""
-        ...
+See ``ModelForward``."""
 
 
 class StepOutcome(enum.Enum):
     """What a step had to do."""
 
     WORKED = "worked"
+    FAILED = "failed"
+    """The same, but the forward failed, and its requests have ended."""
     IDLE = "idle"
     """Nothing to compute; the next submit, abort or receive changes that."""
     SHORT_OF_BLOCKS = "short_of_blocks"
     """Nothing to compute until somebody gives blocks back."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start."""
-
-    num_computed_tokens: int = 0
-    """Tokens whose KV was computed, recomputed ones included."""
-    num_generated_tokens: int = 0
-    """Tokens answered, handed-over first tokens excluded."""
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_failed_steps: int = 0
 
 
 class EngineCore:
@@ -80,24 +63,26 @@ class EngineCore:
         connector: ConnectorPort | None,
         retention: RetentionTable,
         clock: Clock,
+        on_finished: Callable[[RequestId], None],
     ) -> None:
+        """``on_finished`` is told of every request that has ended, before its last output."""
         self._forward = forward
         self._vocabulary_size = vocabulary_size
         self._clock = clock
         self.receives = Receives(connector)
         self._sender = HandoffSender(connector)
         self._block_size_tokens = config.block_size_tokens
-        self._threshold = make_threshold(config.recompute_threshold_tokens, clock)
+        self._threshold = RecomputeThreshold(config.recompute_threshold_tokens, clock)
         self._retention = retention
         self.scheduler = Scheduler(pool, config, self._sender, self.receives, self._threshold)
         self._by_request: dict[RequestId, LiveRequest] = {}
-        self.counters = EngineCounters()
-        self.on_finished: Callable[[RequestId], None] = lambda request_id: None
-        """Told of every request that has ended, before its last output."""
+        self.num_preemptions = 0
+        """Times that a request gave up its blocks."""
+        self._on_finished = on_finished
 
     def add(self, request: LiveRequest) -> None:
         """Take a validated request into service."""
-        self._by_request[request.request.request_id] = request
+        self._by_request[request.request_id] = request
         self.receives.add(request)
         self.scheduler.add(request)
 
@@ -118,7 +103,7 @@ class EngineCore:
             try:
                 self._finish(request, FinishReason.ERROR, error=message)
             except Exception:
-                logger.exception("request %s could not be removed", request.request.request_id)
+                logger.exception("request %s could not be removed", request.request_id)
                 self._send_last(request, FinishReason.ERROR, error=message)
 
     def step(self) -> StepOutcome:
@@ -126,15 +111,11 @@ class EngineCore:
         self._take_arrivals()
         self._retention.expire()
         plan = self.scheduler.schedule()
-        self.counters.num_preemptions += plan.num_preempted
+        self.num_preemptions += plan.num_preempted
         self._end_unwanted_reads(plan)
-        ended = self.receives.follow(plan)
-        for request in ended:
-            self.receives.end(request, needed=True)
-            request.receive_outcome = ReceiveOutcome.FAILED.value
-            self._note_failure(request, "it was ended before it had blocks")
+        has_ended_receives = self._follow(plan)
         self._begin_sends(plan)
-        if ended and not plan.chunks:
+        if not plan.chunks and has_ended_receives:
             return StepOutcome.WORKED  # they are queued again, or gone
         if not plan.chunks:
             return StepOutcome.SHORT_OF_BLOCKS if plan.is_short_of_blocks else StepOutcome.IDLE
@@ -146,11 +127,12 @@ class EngineCore:
             logits = self._forward(plan.chunks)
         except Exception as error:  # noqa: BLE001 - whatever it was, its requests must end
             self._fail_step(plan, error)
-            return StepOutcome.WORKED
+            return StepOutcome.FAILED
         ended_s = self._clock.monotonic_s()
-        self._note_cost(plan, ended_s - started_s)
-        self.counters.num_steps += 1
-        self.counters.num_computed_tokens += sum(chunk.count for chunk in plan.chunks)
+        if all(chunk.count > 1 for chunk in plan.chunks):
+            # A step that only computes prompts shows what a prompt's token costs.
+            num_tokens = sum(chunk.count for chunk in plan.chunks)
+            self._threshold.note_computed(num_tokens, ended_s - started_s)
         self.scheduler.note_step_done(plan.chunks)
         self._sender.advance(plan.chunks)
         self._send_progress(chunk.request for chunk in plan.chunks)
@@ -159,11 +141,6 @@ class EngineCore:
             if request.phase is Phase.RUNNING:  # its client's callback may have failed just now
                 self._answer(request, scores, ended_s)
         return StepOutcome.WORKED
-
-    def _note_cost(self, plan: StepPlan, seconds: float) -> None:
-        """A step that only computes prompts shows what a prompt's token costs."""
-        if all(chunk.count > 1 for chunk in plan.chunks):
-            self._threshold.note_computed(sum(chunk.count for chunk in plan.chunks), seconds)
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -184,34 +161,35 @@ class EngineCore:
         """The peer's token is the request's from now on, whatever becomes of the KV."""
         if request.num_output_tokens > 0:
             return  # handed over at arrival
-        token_id = end.first_token.token_id
+        token_id, report = end.first_token.token_id, request.report
         if token_id >= self._vocabulary_size:
             self.receives.end(request)
-            request.receive_outcome = ReceiveOutcome.MISMATCH.value
+            report.receive_outcome = ReceiveOutcome.MISMATCH.value
             self._note_failure(request, f"its first token {token_id} is not in the vocabulary")
             return
         request.seed = end.first_token.seed
-        request.prefill_end_s = end.ended_s
-        request.prefill = end.report
-        request.first_token_s = self._clock.monotonic_s()
+        report.prefill_end_s = end.ended_s
+        report.prefill = end.report
+        report.first_token_s = self._clock.monotonic_s()
         request.token_ids.append(token_id)
         self._send_token(request, end.first_token.logprob)
 
     def _note_result(self, request: LiveRequest, result: ReceiveResult) -> None:
         if request.phase not in (Phase.WAITING, Phase.RECEIVING):
             return
-        request.receive_outcome = result.outcome.value
-        request.transport = result.transport
+        report = request.report
+        report.receive_outcome = result.outcome.value
+        report.transport = result.transport
         if result.outcome is not ReceiveOutcome.RECEIVED:
             self._note_failure(request, result.detail)
             return
-        request.kv_ready_s = result.finished_s or self._clock.monotonic_s()
-        request.num_received_bytes = result.num_bytes
-        request.num_received_tokens = request.num_prompt_tokens - request.num_cached_tokens
+        report.kv_ready_s = result.finished_s or self._clock.monotonic_s()
+        report.num_received_bytes = result.num_bytes
+        report.num_received_tokens = request.num_prompt_tokens - report.num_cached_tokens
         # A push's time has the computing of its later chunks in it, so it tells no cost of moving.
         if result.duration_s is not None and not request.is_pushed:
             self._threshold.note_moved(
-                request.peer_id, request.num_received_tokens, result.duration_s
+                request.peer_id, report.num_received_tokens, result.duration_s
             )
         # Without a handed-over token, the last prompt token is computed again for its logits.
         num_usable = min(request.num_prompt_tokens, len(request.token_ids) - 1)
@@ -223,24 +201,17 @@ class EngineCore:
         request.read_back_s = result.duration_s or 0.0
         holder = request.history
         self.receives.end(request)
-        if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:
-            request.num_read_back_tokens = self._num_tokens(result)
-            request.num_read_back_bytes = result.num_bytes
-            request.transport = result.transport
-            self._threshold.note_moved(
-                holder.instance_id, request.num_read_back_tokens, request.read_back_s
-            )
-        else:
-            request_id = request.request.request_id
-            logger.info("read-back of %s: %s %s", request_id, result.outcome, result.detail)
-        self.scheduler.note_history_ended(request, self._num_tokens(result))
-
-    def _num_tokens(self, result: ReceiveResult) -> int:
-        """How many tokens of a history have come."""
         num_tokens = result.num_blocks * self._block_size_tokens
         if result.num_partial_tokens:
             num_tokens -= self._block_size_tokens - result.num_partial_tokens
-        return num_tokens
+        if result.outcome is ReceiveOutcome.RECEIVED and holder is not None:
+            request.num_read_back_tokens = num_tokens
+            request.num_read_back_bytes = result.num_bytes
+            request.report.transport = result.transport
+            self._threshold.note_moved(holder.instance_id, num_tokens, request.read_back_s)
+        else:
+            logger.info("read-back of %s: %s %s", request.request_id, result.outcome, result.detail)
+        self.scheduler.note_history_ended(request, num_tokens)
 
     def _end_unwanted_reads(self, plan: StepPlan) -> None:
         """A push that decode needs nothing of needs no history: neither read it nor go on."""
@@ -248,9 +219,18 @@ class EngineCore:
             self._finish(request, FinishReason.NOT_NEEDED)
         plan.histories = [h for h in plan.histories if h.request.phase is Phase.RECEIVING]
 
+    def _follow(self, plan: StepPlan) -> bool:
+        """Begin and end receives as planned; return whether some could not be begun any more."""
+        ended = self.receives.follow(plan)
+        for request in ended:
+            self.receives.end(request, needed=True)
+            request.report.receive_outcome = ReceiveOutcome.FAILED.value
+            self._note_failure(request, "it was ended before it had blocks")
+        return bool(ended)
+
     def _note_failure(self, request: LiveRequest, detail: str) -> None:
-        request_id, outcome = request.request.request_id, request.receive_outcome
-        logger.info("receive of request %s: %s %s", request_id, outcome, detail)
+        outcome = request.report.receive_outcome
+        logger.info("receive of request %s: %s %s", request.request_id, outcome, detail)
         if not request.must_not_recompute:
             self.scheduler.note_receive_failed(request)
             return
@@ -266,31 +246,25 @@ class EngineCore:
                 self._sender.begin(request)
             except FerryError as error:
                 self._finish(request, FinishReason.ERROR, error=str(error))
-            if request.num_computed_prompt_tokens == 0:
+            if request.report.num_computed_prompt_tokens == 0:
                 self._send_progress([request])
         plan.chunks = [c for c in plan.chunks if c.request.phase is Phase.RUNNING]
 
     def _send_progress(self, requests: Iterable[LiveRequest]) -> None:
-        for request in requests:
-            if request.request.wants_progress and request.phase is Phase.RUNNING:
-                self._send(
-                    request,
-                    TokenOutput(
-                        request_id=request.request.request_id,
-                        num_computed_tokens=request.num_computed,
-                    ),
-                )
+        for live in requests:
+            if live.request.wants_progress and live.phase is Phase.RUNNING:
+                request_id, count = live.request_id, live.num_computed
+                self._send(live, TokenOutput(request_id=request_id, num_computed_tokens=count))
 
     # -- answering ----------------------------------------------------------------------------
 
     def _answer(self, request: LiveRequest, scores: Scores, ended_s: float) -> None:
         """Sample one token of ``request`` and send it."""
-        token_id, logprob = choose_token(request, scores)
+        token_id, logprob = _next_token(request, scores)
         if request.num_output_tokens == 0:
-            request.prefill_end_s = ended_s
-            request.first_token_s = self._clock.monotonic_s()
+            request.report.prefill_end_s = ended_s
+            request.report.first_token_s = self._clock.monotonic_s()
         request.token_ids.append(token_id)
-        self.counters.num_generated_tokens += 1
         transfer = request.transfer_as(Role.PREFILL)
         if transfer is not None:
             self._answer_prefill(request, transfer, logprob)
@@ -299,84 +273,73 @@ class EngineCore:
 
     def _send_token(self, request: LiveRequest, logprob: TokenLogprob | None) -> None:
         """Send the last token of ``request``, and end the request if that is its end."""
-        token_id = request.token_ids[-1]
-        reason = finish_reason(request)
+        output = _token_output(request, logprob)
+        reason = request.finish_reason
         if reason is not None:
-            self._finish(request, reason, token_id=token_id, logprob=logprob)
-            return
-        request_id = request.request.request_id
-        self._send(request, TokenOutput(request_id=request_id, token_id=token_id, logprob=logprob))
+            self._finish(request, reason, output)
+        else:
+            self._send(request, output)
 
     def _answer_prefill(
         self, request: LiveRequest, transfer: KvTransferParams, logprob: TokenLogprob | None
     ) -> None:
         """The prompt's KV is complete: hand it over, and end with what the decode leg needs."""
-        token_id = request.token_ids[-1]
-        reason = FinishReason.STOP if token_id in request.stop_token_ids else FinishReason.LENGTH
+        is_stop = request.token_ids[-1] in request.stop_token_ids
         try:
             handoff = self._sender.complete(request, transfer, logprob)
         except FerryError as error:
             self._finish(request, FinishReason.ERROR, error=str(error))
             return
-        self._finish(request, reason, token_id=token_id, logprob=logprob, handoff=handoff)
+        output = replace(_token_output(request, logprob), handoff=handoff)
+        self._finish(request, FinishReason.STOP if is_stop else FinishReason.LENGTH, output)
 
-    def _finish(  # noqa: PLR0913 - all but two are the output's optional fields
+    def _finish(
         self,
         request: LiveRequest,
         reason: FinishReason,
+        last: TokenOutput | None = None,
         *,
-        token_id: int | None = None,
-        logprob: TokenLogprob | None = None,
-        handoff: KvTransferParams | None = None,
         error: str | None = None,
     ) -> None:
-        """End ``request``: drop its blocks, let the peer go, send the last output."""
+        """End ``request``: drop its blocks, let the peer go, send the last output.
+
+        That has what ``last`` has, if anything, beside the reason.
+        """
         self.receives.end(request)
-        if handoff is None:
+        if last is None or last.handoff is None:
             self._sender.give_up(request)
-        hashes, partial = self._hashes_to_retain(request, reason)
+        hashes: list[BlockHash] = []
+        partial: BlockHash | None = None
+        # What this instance answered is kept for the conversation's next turn. Also an answer that
+        # was cut off, by a stop string or by its client: the next turn often begins with it.
+        has_answered = request.num_output_tokens > 0 and not request.is_prefill
+        if has_answered and reason in _RETAINED_ENDS:
+            hashes, partial = self.scheduler.publish_all(request)
         self.scheduler.remove(request)
         # With its blocks free again they are retained in the conversation's order.
         self._retention.retain(hashes, request.retention_s, partial)
-        self._send_last(request, reason, token_id, logprob, handoff, error)
+        self._send_last(request, reason, last, error=error)
 
-    def _hashes_to_retain(
-        self, request: LiveRequest, reason: FinishReason
-    ) -> tuple[list[BlockHash], BlockHash | None]:
-        """Return what to keep for the conversation's next turn, where this instance answered.
-
-        Also of an answer that was cut off, by a stop string or by its client: the next turn often
-        begins with what there was of it.
-        """
-        if request.is_prefill or request.num_output_tokens == 0 or reason not in _RETAINED_ENDS:
-            return [], None
-        return self.scheduler.publish_all(request)
-
-    def _send_last(  # noqa: PLR0913 - the output's optional fields
+    def _send_last(
         self,
         request: LiveRequest,
         reason: FinishReason,
-        token_id: int | None = None,
-        logprob: TokenLogprob | None = None,
-        handoff: KvTransferParams | None = None,
+        last: TokenOutput | None = None,
+        *,
         error: str | None = None,
     ) -> None:
-        request_id = request.request.request_id
+        request_id = request.request_id
         self._by_request.pop(request_id, None)
-        self.on_finished(request_id)
-        self._send(
-            request,
-            TokenOutput(
-                request_id=request_id,
-                token_id=token_id,
-                logprob=logprob,
-                finish_reason=reason,
-                stop_token_id=token_id if reason is FinishReason.STOP else None,
-                error=error,
-                handoff=handoff,
-                report=request.report(),
-            ),
+        self._on_finished(request_id)
+        output = last or TokenOutput(request_id=request_id)
+        ended = replace(
+            output,
+            finish_reason=reason,
+            stop_token_id=output.token_id if reason is FinishReason.STOP else None,
+            error=error,
+            report=request.last_report(),
         )
+        self._send(request, ended)
 
     def _send(self, request: LiveRequest, output: TokenOutput) -> None:
         try:
@@ -389,7 +352,29 @@ class EngineCore:
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """End the requests whose KV is now in doubt; none of their new blocks was published."""
         logger.exception("a step failed")
-        self.counters.num_failed_steps += 1
         for chunk in plan.chunks:
             message = f"the engine failed while it computed this request: {error}; try it again"
             self._finish(chunk.request, FinishReason.ERROR, error=message)
+
+
+def _next_token(request: LiveRequest, scores: Scores) -> tuple[int, TokenLogprob | None]:
+    """Return the next token of ``request``, and its log probability where asked for."""
+    params = request.request.sampling
+    is_too_early = request.num_output_tokens < params.min_tokens
+    point = SamplingPoint(
+        seed=request.seed,
+        prompt_token_ids=request.request.prompt_token_ids,
+        output_token_ids=request.token_ids[request.num_prompt_tokens :],
+        suppressed_token_ids=request.stop_token_ids if is_too_early else (),
+    )
+    token_id = sample_token(scores, params, point)
+    if params.logprobs is None:
+        return token_id, None
+    return token_id, token_logprob(scores, token_id, params.logprobs)
+
+
+def _token_output(request: LiveRequest, logprob: TokenLogprob | None) -> TokenOutput:
+    """Return the last token of ``request`` as an output."""
+    return TokenOutput(
+        request_id=request.request_id, token_id=request.token_ids[-1], logprob=logprob
+    )

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from kvferry.engine.attention import MAX_SCORED_TOKENS, ChunkSegment, DecodeGroup, PagedBatch
+from kvferry.engine.live_request import Chunk
 from kvferry.engine.paged_cache import KEY_AND_VALUE, PagedCache
-from kvferry.engine.plan import Chunk
 
 if TYPE_CHECKING:
     from kvferry.engine.model import LoadedModel

@@ -1,5 +1,11 @@
 """Load a causal language model from a folder, and refuse what the engine would compute wrongly.
 
+Models may carry a feature that no configuration field betrays; wrong logits betray it at start-up
+rather than in answers: the paged forward is compared with the unmodified model's own. On a CPU,
+linear layers keep their weights in the library's own order: one row at a time, reading a weight in
+an unsuitable order costs more than the arithmetic. The operators for that are private to the tensor
+library, so each shape is checked against the plain layer first, and one that fails stays as it is.
+
 Owns the model object and what is read off its configuration. Knows no block and no request.
 """
 
@@ -8,24 +14,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from kvferry.engine.attention import ATTENTION_NAME, PagedBatch, register_paged_attention
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.linear import prepack_linears
-from kvferry.engine.paged_cache import CacheShape
-from kvferry.engine.self_check import reference_logits, require_equal_logits
+from kvferry.engine.forward import ModelForward
+from kvferry.engine.live_request import Chunk, LiveRequest
+from kvferry.engine.paged_cache import CacheShape, PagedCache
+from kvferry.engine.request import EngineRequest
 from kvferry.errors import ConfigError
+from kvferry.protocol.hashing import chain_root
+from kvferry.protocol.ids import BlockNumber, RequestId
 from kvferry.protocol.layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 _WHOLE_FILE_BYTES = 512 * 1024 * 1024
 _SAMPLES_PER_FILE = 256
@@ -38,6 +52,12 @@ _IGNORED_CONFIG_FIELDS = frozenset(
 )
 # Rotary scalings that depend on the longest sequence of a batch.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_CHECK_BLOCK_SIZE_TOKENS = 4
+_CHECK_TOKENS = 20
+# Chunks end within and at the end of a block, one is a single token, the last is longer.
+_CHECK_CHUNK_ENDS = (6, 7, 12, 20)
+_MAX_LOGITS_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+_MAX_LINEAR_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +154,23 @@ def load_model(folder: Path | str, config: EngineConfig) -> LoadedModel:
         config_digest=_config_digest(settings),
         num_prepacked_linears=packed,
     )
-    require_equal_logits(model, expected)
+    _require_equal_logits(model, expected)
     return model
 
 
 @contextlib.contextmanager
-def quiet_library() -> Iterator[None]:
-    """Switch off the progress bars of the model library for a moment."""
+def quiet_library(*, hides_warnings: bool = False) -> Iterator[None]:
+    """Switch off the progress bars of the model library for a moment, and its warnings if asked."""
     from transformers.utils import logging as library_logging
 
-    had_bars = library_logging.is_progress_bar_enabled()
+    had_bars, verbosity = library_logging.is_progress_bar_enabled(), library_logging.get_verbosity()
     library_logging.disable_progress_bar()
+    if hides_warnings:
+        library_logging.set_verbosity_error()
     try:
         yield
     finally:
+        library_logging.set_verbosity(verbosity)
         if had_bars:
             library_logging.enable_progress_bar()
 
@@ -253,3 +276,120 @@ def weights_digest(folder: Path) -> str:
                 stream.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES_PER_FILE - 1))
                 state.update(stream.read(_SAMPLE_BYTES))
     return state.hexdigest()
+
+
+@torch.inference_mode()
+def reference_logits(module: nn.Module) -> Tensor:
+    """Return the last token's logits for a short fixed prompt, by the library's own attention."""
+    settings = module.config
+    token_ids = torch.tensor([_check_prompt(settings.vocab_size)])  # type: ignore[union-attr, arg-type]
+    device = next(module.parameters()).device
+    module.set_attn_implementation("sdpa")  # type: ignore[operator]
+    try:
+        output = module(token_ids.to(device), use_cache=False)
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    logits: Tensor = output.logits[0, -1].float().cpu()
+    return logits
+
+
+def _require_equal_logits(model: LoadedModel, expected: Tensor) -> None:
+    """Compute the same prompt in chunks through a paged cache; raise ``ConfigError`` if it differs.
+
+    Leaves nothing behind.
+    """
+    shape = model.cache_shape(_CHECK_BLOCK_SIZE_TOKENS)
+    num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK_SIZE_TOKENS)
+    memory = torch.zeros(num_blocks * shape.block_bytes, dtype=torch.uint8, device=model.device)
+    forward = ModelForward(model, PagedCache(shape, memory))
+    prompt = tuple(_check_prompt(model.vocabulary_size))
+    request = LiveRequest(
+        request=EngineRequest(request_id=RequestId("self-check"), prompt_token_ids=prompt),
+        on_output=lambda output: None,
+        arrival=0,
+        arrived_s=0.0,
+        seed=0,
+        root=chain_root(b""),
+        stop_token_ids=frozenset(),
+        max_total_tokens=len(prompt) + 1,
+    )
+    request.blocks = [BlockNumber(block) for block in reversed(range(num_blocks))]
+    start = 0
+    for end in _CHECK_CHUNK_ENDS:
+        logits = forward([Chunk(request, start, end - start, samples=end == _CHECK_TOKENS)])
+        start = end
+    difference = np.linalg.norm(logits[0] - expected.numpy()) / np.linalg.norm(expected.numpy())
+    if not difference <= _MAX_LOGITS_ERROR[model.dtype]:
+        raise ConfigError(
+            f"{type(model.module).__name__} is not supported: paged attention gives logits that "
+            f"differ by {difference:.3g} from the model's own"
+        )
+
+
+def _check_prompt(vocabulary_size: int) -> list[int]:
+    return [(7 + 31 * index) % vocabulary_size for index in range(_CHECK_TOKENS)]
+
+
+class PrepackedLinear(nn.Module):
+    """``y = x W^T + b`` for inference on the CPU, bfloat16."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        # Not a buffer: an opaque tensor can be neither copied nor saved.
+        self.packed: Any = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
+        self.bias = source.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return ``[..., out_features]``."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self.packed, self.bias, "none", [], ""
+        )
+        return result
+
+
+def prepack_linears(model: nn.Module) -> int:
+    """Replace the bfloat16 CPU ``nn.Linear`` modules of ``model``; return how many were.
+
+    A weight that nothing else shares is freed with its module: the prepacked copy replaces it.
+    """
+    verdicts: dict[tuple[int, int, bool], bool] = {}
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or not _is_packable(child):
+                continue
+            shape = (child.in_features, child.out_features, child.bias is not None)
+            if shape not in verdicts:
+                verdicts[shape] = _is_packed_right(child)
+            if verdicts[shape]:
+                setattr(parent, name, PrepackedLinear(child))
+                replaced += 1
+    return replaced
+
+
+def _is_packable(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+@torch.inference_mode()
+def _is_packed_right(layer: nn.Linear) -> bool:
+    """Compare both ways to compute, for one row and for several."""
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (1, 5):
+        rows = torch.randn(1, num_rows, layer.in_features, generator=generator).bfloat16()
+        expected = linear(rows, layer.weight, layer.bias).float()
+        try:
+            found = PrepackedLinear(layer)(rows).float()
+        except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
+            logger.warning("prepacked linear layers are not available: %s", error)
+            return False
+        if found.shape != expected.shape:
+            return False
+        error_size = (found - expected).norm() / expected.norm().clamp_min(1e-6)
+        if not bool(error_size <= _MAX_LINEAR_ERROR):
+            logger.warning("prepacked linear layers are wrong by %.3f; not used", error_size)
+            return False
+    return True

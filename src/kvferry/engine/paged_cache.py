@@ -1,8 +1,8 @@
 """The memory that holds KV: block numbers to tensors.
 
 Blocks are laid out block-first, ``[block, layer, K or V, token, head, head_size]``, so one block is
-one contiguous run over all layers. Owns the views on that memory; knows neither who uses a block
-nor how the memory was allocated.
+one contiguous run over all layers. Owns the views on that memory, and its allocation where no
+transport does that; does not know who uses a block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.errors import ConfigError
+from kvferry.errors import CapacityError, ConfigError
 
 KEY_AND_VALUE = 2
 
@@ -85,11 +85,16 @@ class PagedCache:
         """Address of block 0."""
         return self.blocks.data_ptr()
 
-    def release(self) -> None:
-        """Let go of the memory, so that its owner can give it back; the cache is of no use then."""
-        self.blocks = self.pages = self.slots = torch.empty(0, dtype=self.shape.dtype)
-        self.num_blocks = 0
 
-    def block_as_bytes(self, block: int) -> bytes:
-        """Return a copy of one block's bytes, for digests and tests."""
-        return bytes(self.blocks[block].reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+def allocate_device_memory(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Return ``num_bytes`` zeroed bytes on an accelerator, which no transport allocates.
+
+    Raises ``CapacityError``.
+    """
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{num_bytes} bytes of KV cache do not fit on {device}: {error}; "
+            "lower --kv-cache-gib or --num-blocks"
+        ) from error

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: requests, sampling parameters, outputs.
+"""What goes into an engine and what comes out: requests and their limits, outputs, reports.
 
 Token ids only: text, chat templates and stop strings are the server's.
 """
@@ -6,11 +6,15 @@ Token ids only: text, chat templates and stop strings are the server's.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.errors import RequestError
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams, PrefillReport, TokenLogprob
+from kvferry.protocol.params import KvTransferParams, PrefillReport, Role, TokenLogprob
+
+MAX_LOGPROBS = 20
 
 
 class FinishReason(enum.StrEnum):
@@ -61,7 +65,7 @@ class EngineRequest:
     """Role prefill: say how far the prompt is computed, at admission and after each chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestReport:
     """Where a request's time and bytes went. Times are monotonic seconds of this host."""
 
@@ -121,3 +125,119 @@ class CacheReset:
     num_blocks_in_use: int
     """Of requests in service, and held for peers or in quarantine: they are found by nobody new,
     and their content is there until those let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Between what a number has to be, both included unless said otherwise."""
+
+    low: float
+    high: float | None = None
+    """None: any finite number."""
+    excludes_low: bool = False
+
+    def check(self, name: str, value: float | None) -> None:
+        """Raise ``RequestError`` naming a parameter that is out of bounds; None is not."""
+        if value is None:
+            return
+        is_high_enough = value > self.low if self.excludes_low else value >= self.low
+        is_low_enough = value < math.inf if self.high is None else value <= self.high
+        if not (is_high_enough and is_low_enough):
+            raise RequestError.invalid_value(name, f"{name} must be {self}, not {value:g}")
+
+    def __str__(self) -> str:
+        least = f"above {self.low:g}" if self.excludes_low else f"at least {self.low:g}"
+        return least if self.high is None else f"{least} and at most {self.high:g}"
+
+
+SAMPLING_BOUNDS = {
+    "max_tokens": Bounds(1),
+    "min_tokens": Bounds(0),
+    "temperature": Bounds(0),
+    "top_p": Bounds(0, 1, excludes_low=True),
+    "top_k": Bounds(-1),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "repetition_penalty": Bounds(0, excludes_low=True),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+}
+"""By field of ``SamplingParams``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What bounds a request."""
+
+    vocabulary_size: int
+    max_model_len: int
+    """Tokens of prompt and answer."""
+    num_blocks: int
+    block_size_tokens: int
+
+
+def check_request(request: EngineRequest, limits: EngineLimits) -> int:
+    """Return how many tokens of prompt and answer ``request`` may reach.
+
+    Raises ``RequestError``, whose message goes to the client, for a request that can never be
+    served.
+    """
+    params, prompt, last_token = (
+        request.sampling,
+        request.prompt_token_ids,
+        limits.vocabulary_size - 1,
+    )
+    for name, bounds in SAMPLING_BOUNDS.items():
+        bounds.check(name, getattr(params, name))
+    if params.max_tokens is not None:
+        Bounds(0, params.max_tokens).check("min_tokens", params.min_tokens)
+    if not prompt:
+        raise RequestError.invalid_value("prompt", "the prompt is empty")
+    if min(prompt) < 0 or max(prompt) > last_token:
+        raise RequestError.invalid_value(
+            "prompt", f"the prompt has a token id outside of 0 to {last_token}"
+        )
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id <= last_token:
+            raise RequestError.invalid_value(
+                "stop_token_ids", f"stop token id {token_id} is outside of 0 to {last_token}"
+            )
+    return _max_total_tokens(request, limits)
+
+
+def _max_total_tokens(request: EngineRequest, limits: EngineLimits) -> int:
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    context = (
+        f"this model's context is {limits.max_model_len} tokens, but the prompt has {num_prompt}"
+    )
+    if num_prompt >= limits.max_model_len:
+        raise RequestError(
+            f"{context} tokens and needs room for at least one more",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if max_tokens is not None and num_prompt + max_tokens > limits.max_model_len:
+        raise RequestError(
+            f"{context} tokens and max_tokens is {max_tokens}, {num_prompt + max_tokens} together",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if request.transfer is not None and request.transfer.role is Role.PREFILL:
+        _require_pool(num_prompt, limits)
+        return num_prompt + 1
+    # The last token's KV is never needed.
+    _require_pool(num_prompt + (max_tokens or 1) - 1, limits)
+    if max_tokens is not None:
+        return num_prompt + max_tokens
+    return min(limits.max_model_len, limits.num_blocks * limits.block_size_tokens + 1)
+
+
+def _require_pool(num_tokens: int, limits: EngineLimits) -> None:
+    size = limits.block_size_tokens
+    needed = -(-num_tokens // size)
+    if needed > limits.num_blocks:
+        raise RequestError(
+            f"this request needs {needed} KV blocks of {size} tokens, but this instance's pool "
+            f"has {limits.num_blocks}; shorten it or enlarge the pool",
+            param="prompt",
+            code="kv_pool_too_small",
+        )

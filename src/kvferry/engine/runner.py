@@ -1,50 +1,54 @@
 """``Engine``: the engine's thread, and the calls that others may make from theirs.
 
-Owns the thread, and what is checked and answered at arrival. What a step does is ``EngineCore``'s.
+Owns the thread, its inbox, and what is checked and answered at arrival. What a step does is
+``EngineCore``'s.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.blocks.pool import BlockPool, PoolSnapshot
 from kvferry.blocks.retention import RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.ports import ConnectorPort
-from kvferry.engine.choice import finish_reason
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.core import EngineCore, EngineCounters, Forward, StepOutcome
+from kvferry.engine.core import EngineCore, Forward, StepOutcome
 from kvferry.engine.forward import ModelForward
-from kvferry.engine.inbox import Inbox
 from kvferry.engine.live_request import LiveRequest
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.paged_cache import PagedCache
 from kvferry.engine.request import (
     CacheReset,
+    EngineLimits,
     EngineRequest,
     FinishReason,
     OutputCallback,
     TokenOutput,
+    check_request,
 )
-from kvferry.engine.validation import EngineLimits, check_request
-from kvferry.errors import ConfigError, EngineError, LocalProtocolError, RequestError
+from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams, Role
+from kvferry.protocol.params import Role
 
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = 52  # exact as a JSON number everywhere
-_SHORT_OF_BLOCKS_RETRY_S = 0.01
+# How long to sleep after a step. Blocks come back without notice (a lease ends), so who lacks them
+# looks again soon.
+_SLEEP_S = {
+    StepOutcome.WORKED: 0.0,
+    StepOutcome.FAILED: 0.0,
+    StepOutcome.SHORT_OF_BLOCKS: 0.01,
+    StepOutcome.IDLE: None,
+}
 _MAX_FAILED_STEPS_IN_A_ROW = 3
 _JOIN_TIMEOUT_S = 60.0
-
-DrawSeed = Callable[[], int]
 
 
 def draw_seed() -> int:
@@ -52,16 +56,134 @@ def draw_seed() -> int:
     return secrets.randbits(_SEED_BITS)
 
 
-@dataclass(frozen=True, slots=True)
+class Inbox:
+    """Requests and aborts on their way to the engine's thread, and what it sleeps on. Thread-safe.
+
+    Owns the one lock between callers and that thread, and which request ids are in use.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._arrived: list[LiveRequest] = []
+        self._aborts: set[RequestId] = set()
+        self._in_use: set[RequestId] = set()
+        """From ``claim`` to ``forget``."""
+        self._delivered: set[RequestId] = set()
+        """Those of ``_in_use`` that were ``put``; an abort that came earlier waits for that."""
+        self._num_claims = 0
+        self._is_awake = False
+        self._is_closing = False
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can serve no more, if so."""
+        with self._changed:
+            return self._failure
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests that the engine's thread has not taken yet."""
+        with self._changed:
+            return len(self._arrived)
+
+    def claim(self, request_id: RequestId) -> int:
+        """Reserve ``request_id`` and return its rank by arrival.
+
+        Raises ``RequestError`` if it is in use, ``EngineError`` if the engine serves no more.
+        """
+        with self._changed:
+            self._require_open()
+            if request_id in self._in_use:
+                raise RequestError(f"request id {request_id!r} is in use", code="invalid_value")
+            self._in_use.add(request_id)
+            self._num_claims += 1
+            return self._num_claims
+
+    def put(self, live: LiveRequest) -> None:
+        """Hand a claimed request over. Raises ``EngineError`` if the engine serves no more."""
+        with self._changed:
+            self._require_open()
+            self._arrived.append(live)
+            self._delivered.add(live.request_id)
+            self._changed.notify_all()
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended: its id may be used again."""
+        with self._changed:
+            self._in_use.discard(request_id)
+            self._delivered.discard(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ask for the end of a request that is in use; otherwise do nothing."""
+        with self._changed:
+            if request_id in self._in_use:
+                self._aborts.add(request_id)
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Make the next ``wait`` return."""
+        with self._changed:
+            self._is_awake = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Accept nothing more, and let the engine's thread end."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def fail(self, message: str) -> None:
+        """Accept nothing more, because of ``message``."""
+        with self._changed:
+            self._failure = message
+
+    # -- the engine's thread ------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Sleep until there is news, or ``timeout_s`` is over; False means: end.
+
+        None sleeps until there is news, 0 does not sleep.
+        """
+        with self._changed:
+            if timeout_s != 0:
+                self._changed.wait_for(self._has_news, timeout_s)
+            self._is_awake = False
+            return not self._is_closing
+
+    def take(self) -> tuple[list[LiveRequest], set[RequestId]]:
+        """Return what arrived since the last call, and which requests to abort after that."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+            aborts = self._aborts & self._delivered
+            self._aborts = (self._aborts & self._in_use) - aborts
+            return arrived, aborts
+
+    def _has_news(self) -> bool:
+        has_abort = not self._delivered.isdisjoint(self._aborts)
+        return bool(self._arrived or has_abort or self._is_awake or self._is_closing)
+
+    def _require_open(self) -> None:
+        if self._failure is not None or self._is_closing:
+            raise EngineError(self._failure or "the engine is shutting down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """Counts of one moment. ``failure`` is set once the engine can serve no more."""
+    """Counts of one moment."""
 
     num_running: int
     num_waiting: int
+    """For admission or for blocks."""
     num_receiving: int
+    """For a peer."""
     pool: PoolSnapshot
-    counters: EngineCounters
-    failure: str | None
+    num_preemptions: int
+    """Times that a request gave up its blocks, since the start."""
+    num_conversations: int
+    """Retained for a later turn."""
+    retention_ends: Mapping[str, int]
+    """Conversations that are retained no longer, by reason, since the start."""
 
 
 class Engine:
@@ -81,7 +203,6 @@ class Engine:
         connector: ConnectorPort | None = None,
         retention: RetentionTable | None = None,
         clock: Clock,
-        draw_seed: DrawSeed = draw_seed,
         forward: Forward | None = None,
     ) -> None:
         """Raises ``ConfigError`` if ``cache`` has no room for ``pool``.
@@ -94,22 +215,19 @@ class Engine:
             )
         self.pool = pool
         self.model = model
-        self.layout = model.layout(config.block_size_tokens)
-        self._fingerprint = self.layout.fingerprint()
+        self.retention = retention or RetentionTable(pool, clock, config.retention_limits())
+        self._fingerprint = model.layout(config.block_size_tokens).fingerprint()
         self._limits = EngineLimits(
             model.vocabulary_size, model.max_model_len, pool.num_blocks, config.block_size_tokens
         )
-        self._config = config
-        self._connector = connector
+        self._has_connector = connector is not None
         self._clock = clock
-        self._draw_seed = draw_seed
-        self.retention = retention or RetentionTable(pool, clock, config.retention_limits())
+        self._inbox = Inbox()
         self._core = EngineCore(
             config, pool, forward or ModelForward(model, cache), model.vocabulary_size,
             connector=connector, retention=self.retention, clock=clock,
+            on_finished=self._inbox.forget,
         )  # fmt: skip
-        self._inbox = Inbox()
-        self._core.on_finished = self._inbox.forget
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     # -- from any thread ----------------------------------------------------------------------
@@ -126,19 +244,23 @@ class Engine:
         failed or is closing.
         """
         max_total_tokens = check_request(request, self._limits)
-        if request.transfer is not None and self._connector is None:
+        if request.transfer is not None and not self._has_connector:
             raise RequestError(
                 "kv_transfer_params need an instance that exchanges KV; this one does not",
                 param="kv_transfer_params",
             )
         live = self._admit(request, on_output, max_total_tokens)
+        receives = self._core.receives
         try:
-            is_finished = self._begin_receive(live)
+            receives.begin(live)
+            if self._answer_first_token(live):
+                receives.decline(live)
+            else:
+                self._inbox.put(live)
         except BaseException:
             self._inbox.forget(request.request_id)
+            receives.decline(live)
             raise
-        if not is_finished:
-            self._enqueue(live)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request with ``FinishReason.ABORT``; nothing happens if it has ended already."""
@@ -165,16 +287,24 @@ class Engine:
             num_blocks_in_use=before.num_blocks - before.num_free,
         )
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can serve no more, if so."""
+        return self._inbox.failure
+
     def snapshot(self) -> EngineSnapshot:
-        """Return counts for metrics, health and tests."""
-        scheduler, counters = self._core.scheduler, self._core.counters
+        """Return counts for metrics and tests."""
+        # An idle engine takes no step that would notice what is past its time.
+        self.retention.expire()
+        scheduler = self._core.scheduler
         return EngineSnapshot(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(scheduler.ready) + self._inbox.num_arrived,
             num_receiving=len(scheduler.receiving),
             pool=self.pool.snapshot(),
-            counters=dataclasses.replace(counters),
-            failure=self._inbox.failure,
+            num_preemptions=self._core.num_preemptions,
+            num_conversations=self.retention.num_conversations,
+            retention_ends={str(reason): n for reason, n in self.retention.ends.items()},
         )
 
     def close(self) -> None:
@@ -203,85 +333,43 @@ class Engine:
             on_output=on_output,
             arrival=self._inbox.claim(request.request_id),
             arrived_s=self._clock.monotonic_s(),
-            seed=self._draw_seed() if seed is None else seed,
+            seed=draw_seed() if seed is None else seed,
             root=chain_root(self._fingerprint, salt=request.cache_salt),
             stop_token_ids=frozenset(stops),
             max_total_tokens=max_total_tokens,
-            token_ids=list(request.prompt_token_ids),
         )
 
-    def _enqueue(self, live: LiveRequest) -> None:
-        try:
-            self._inbox.put(live)
-        except EngineError:
-            self._inbox.forget(live.request.request_id)
-            transfer = live.transfer_as(Role.DECODE)
-            if transfer is not None:
-                self._core.receives.decline(transfer)
-            raise
-
-    def _begin_receive(self, live: LiveRequest) -> bool:
-        """Role decode: let the peer know, and answer the first token if it was handed over already.
+    def _answer_first_token(self, live: LiveRequest) -> bool:
+        """Role decode: answer the first token if it was handed over already.
 
         Returns whether that token has ended the request.
         """
-        self._announce_history(live)
         transfer = live.transfer_as(Role.DECODE)
-        if transfer is None or self._connector is None:
+        if transfer is None:
             return False
-        receives = self._core.receives
-        receives.begin(live, transfer)
-        live.wants_receive = True
-        live.prefill_end_s = transfer.prefill_end_s
-        live.prefill = transfer.prefill_report
+        live.report.prefill_end_s = transfer.prefill_end_s
+        live.report.prefill = transfer.prefill_report
         if transfer.first_token is None:
             return False
-        try:
-            is_finished = self._answer_first_token(live, transfer)
-        except BaseException:
-            receives.decline(transfer)
-            raise
-        if is_finished:
-            receives.decline(transfer)
-        return is_finished
-
-    def _announce_history(self, live: LiveRequest) -> None:
-        """Role prefill: shake hands early with who holds the conversation, if anybody does.
-
-        It is only a hint: one that cannot be followed costs a recompute.
-        """
-        if live.history is None or self._connector is None:
-            return
-        try:
-            self._connector.contact(live.history)
-        except RequestError as error:
-            logger.warning("a history hint was ignored: %s", error)
-            return
-        live.wants_history = True
-
-    def _answer_first_token(self, live: LiveRequest, transfer: KvTransferParams) -> bool:
-        if transfer.first_token is None:
-            raise LocalProtocolError("there is no first token to answer")
         token_id = transfer.first_token.token_id
         if not 0 <= token_id < self._limits.vocabulary_size:
-            raise RequestError(
+            raise RequestError.invalid_value(
+                "kv_transfer_params",
                 f"kv_transfer_params.first_token.token_id {token_id} is not in the vocabulary",
-                param="kv_transfer_params",
-                code="invalid_value",
             )
         live.token_ids.append(token_id)
-        live.first_token_s = self._clock.monotonic_s()
-        reason = finish_reason(live)
+        live.report.first_token_s = self._clock.monotonic_s()
+        reason = live.finish_reason
         if reason is not None:
-            self._inbox.forget(live.request.request_id)
+            self._inbox.forget(live.request_id)
         live.on_output(
             TokenOutput(
-                request_id=live.request.request_id,
+                request_id=live.request_id,
                 token_id=token_id,
                 logprob=transfer.first_token.logprob,
                 finish_reason=reason,
                 stop_token_id=token_id if reason is FinishReason.STOP else None,
-                report=live.report() if reason is not None else None,
+                report=live.last_report() if reason is not None else None,
             )
         )
         return reason is not None
@@ -291,34 +379,20 @@ class Engine:
     def _run(self) -> None:
         outcome = StepOutcome.IDLE
         failed_in_a_row = 0
-        while self._wait_for_work(outcome):
+        while self._inbox.wait(_SLEEP_S[outcome]):
             try:
                 self._take_inbox()
-                failed_before = self._core.counters.num_failed_steps
                 outcome = self._core.step()
             except Exception as error:
                 logger.exception("the engine failed")
                 self._fail(f"the engine failed: {error}")
                 return
-            has_failed = self._core.counters.num_failed_steps > failed_before
-            failed_in_a_row = failed_in_a_row + 1 if has_failed else 0
+            failed_in_a_row = failed_in_a_row + 1 if outcome is StepOutcome.FAILED else 0
             if failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
                 self._fail(f"the engine failed in {failed_in_a_row} steps in a row")
                 return
         self._take_inbox()
         self._core.abort_all()
-
-    def _wait_for_work(self, outcome: StepOutcome) -> bool:
-        """Sleep until there is something to do; return False when the engine is closing.
-
-        Blocks come back without notice (a lease ends), so who lacks them looks again soon.
-        """
-        timeout_s = {
-            StepOutcome.WORKED: 0.0,
-            StepOutcome.SHORT_OF_BLOCKS: _SHORT_OF_BLOCKS_RETRY_S,
-            StepOutcome.IDLE: None,
-        }[outcome]
-        return self._inbox.wait(timeout_s)
 
     def _take_inbox(self) -> None:
         arrived, aborts = self._inbox.take()

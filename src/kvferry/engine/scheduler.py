@@ -16,8 +16,15 @@ from kvferry.blocks.partials import partial_content
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.wish import HistoryWish
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.live_request import LiveRequest, Phase
-from kvferry.engine.plan import Chunk, HistoryStart, ReceiveDesk, ReceiveStart, SendDesk, StepPlan
+from kvferry.engine.handoff import HandoffSender, Receives
+from kvferry.engine.live_request import (
+    Chunk,
+    HistoryStart,
+    LiveRequest,
+    Phase,
+    ReceiveStart,
+    StepPlan,
+)
 from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.errors import CapacityError
 from kvferry.protocol.ids import BlockHash
@@ -40,8 +47,8 @@ class Scheduler:
         self,
         pool: BlockPool,
         config: EngineConfig,
-        sends: SendDesk,
-        receives: ReceiveDesk,
+        sends: HandoffSender,
+        receives: Receives,
         threshold: RecomputeThreshold,
     ) -> None:
         self._pool = pool
@@ -168,7 +175,7 @@ class Scheduler:
                     plan.is_short_of_blocks = True
                     return False
             self.running.remove(victim)
-            victim.num_preemptions += 1
+            victim.report.num_preemptions += 1
             plan.num_preempted += 1
             self._sends.pause(victim)
             self._requeue(victim)
@@ -288,9 +295,9 @@ class Scheduler:
         return self._receives.may_receive(request, planned + num_blocks)
 
     def _note_admitted(self, plan: StepPlan, request: LiveRequest, receives: bool) -> None:
-        if receives or (request.num_preemptions == 0 and not request.receive_outcome):
-            cached = min(request.num_computed, request.num_prompt_tokens)
-            request.num_cached_tokens = cached
+        report = request.report
+        if receives or (report.num_preemptions == 0 and not report.receive_outcome):
+            report.num_cached_tokens = min(request.num_computed, request.num_prompt_tokens)
         wanted_receive, request.wants_receive = request.wants_receive, False
         request.is_given_back = False
         if receives:
@@ -334,7 +341,7 @@ class Scheduler:
         for request in sorted(candidates, key=lambda r: r.arrival, reverse=True):
             if request.is_pushed and self._receives.give_back(request):
                 request.wants_receive = request.is_given_back = True
-                request.num_preemptions += 1
+                request.report.num_preemptions += 1
                 plan.num_preempted += 1
                 self.receiving.remove(request)
                 self._requeue(request)

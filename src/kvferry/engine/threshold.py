@@ -1,6 +1,6 @@
 """Whether tokens that a peer has are worth moving: by number, or by what either way has cost.
 
-Pure: told of moves and computations as they end. The measured threshold compares two straight
+Pure: told of moves and computations as they end. What is measured is compared as two straight
 lines, seconds by tokens, fitted to what was seen lately: a slow link shows in the slope, a far one
 in the offset.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvferry.clock import Clock
 from kvferry.protocol.ids import InstanceId
@@ -19,47 +18,6 @@ MAX_SAMPLES = 32
 SAMPLE_LIFE_S = 60.0
 """Older ones are forgotten, so that a link that has recovered is tried again."""
 MAX_PEERS = 256
-
-
-class RecomputeThreshold(Protocol):
-    """Decides between moving and computing."""
-
-    def is_worth_moving(self, peer: InstanceId, num_tokens: int) -> bool:
-        """Whether ``num_tokens`` that ``peer`` has should be moved rather than computed."""
-        ...
-
-    def min_tokens(self, peer: InstanceId, num_tokens: int) -> int:
-        """Return the fewest of ``num_tokens`` that are worth a move, should ``peer`` have less."""
-        ...
-
-    def note_moved(self, peer: InstanceId, num_tokens: int, seconds: float) -> None:
-        """A move from ``peer`` has ended well."""
-        ...
-
-    def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """A forward over ``num_tokens`` prompt tokens has ended."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedThreshold:
-    """Moves from ``tokens`` on."""
-
-    tokens: int = DEFAULT_THRESHOLD_TOKENS
-
-    def is_worth_moving(self, peer: InstanceId, num_tokens: int) -> bool:
-        """See ``RecomputeThreshold``."""
-        return num_tokens >= self.tokens
-
-    def min_tokens(self, peer: InstanceId, num_tokens: int) -> int:
-        """See ``RecomputeThreshold``."""
-        return self.tokens
-
-    def note_moved(self, peer: InstanceId, num_tokens: int, seconds: float) -> None:
-        """Nothing is learnt."""
-
-    def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Nothing is learnt."""
 
 
 @dataclass(slots=True)
@@ -101,26 +59,32 @@ class CostLine:
         return mean_s + slope * (num_tokens - mean_tokens)
 
 
-class MeasuredThreshold:
-    """Moves what costs less to move than to compute, by peer; until both are known, by number."""
+class RecomputeThreshold:
+    """Decides between moving and computing."""
 
-    def __init__(self, clock: Clock, start: FixedThreshold | None = None) -> None:
+    def __init__(self, tokens: int | None, clock: Clock) -> None:
+        """Moves from ``tokens`` on. None: moves what costs less to move than to compute, by peer;
+        until both are known, from ``DEFAULT_THRESHOLD_TOKENS`` on."""
+        self._tokens = DEFAULT_THRESHOLD_TOKENS if tokens is None else tokens
+        self._is_measured = tokens is None
         self._clock = clock
-        self._start = start or FixedThreshold()
         self._compute = CostLine(clock)
         self._moves: OrderedDict[InstanceId, CostLine] = OrderedDict()
 
     def is_worth_moving(self, peer: InstanceId, num_tokens: int) -> bool:
-        """See ``RecomputeThreshold``."""
+        """Whether ``num_tokens`` that ``peer`` has should be moved rather than computed."""
         line = self._moves.get(peer)
         moving_s = line.seconds(num_tokens) if line is not None else None
         computing_s = self._compute.seconds(num_tokens)
         if moving_s is None or computing_s is None:
-            return self._start.is_worth_moving(peer, num_tokens)
+            return num_tokens >= self._tokens
         return num_tokens > 0 and moving_s < computing_s
 
     def min_tokens(self, peer: InstanceId, num_tokens: int) -> int:
-        """See ``RecomputeThreshold``. Found by halving: the two lines cross at most once."""
+        """Return the fewest of ``num_tokens`` that are worth a move, should ``peer`` have less.
+
+        Found by halving: the two lines cross at most once.
+        """
         too_few, enough = 0, num_tokens
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -131,7 +95,9 @@ class MeasuredThreshold:
         return enough
 
     def note_moved(self, peer: InstanceId, num_tokens: int, seconds: float) -> None:
-        """See ``RecomputeThreshold``."""
+        """A move from ``peer`` has ended well."""
+        if not self._is_measured:
+            return
         line = self._moves.setdefault(peer, CostLine(self._clock))
         self._moves.move_to_end(peer)
         while len(self._moves) > MAX_PEERS:
@@ -139,10 +105,6 @@ class MeasuredThreshold:
         line.add(num_tokens, seconds)
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """See ``RecomputeThreshold``."""
-        self._compute.add(num_tokens, seconds)
-
-
-def make_threshold(tokens: int | None, clock: Clock) -> RecomputeThreshold:
-    """Return the threshold of ``tokens``, or the measured one for None."""
-    return MeasuredThreshold(clock) if tokens is None else FixedThreshold(tokens)
+        """A forward over ``num_tokens`` prompt tokens has ended."""
+        if self._is_measured:
+            self._compute.add(num_tokens, seconds)

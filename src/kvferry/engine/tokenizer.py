@@ -6,10 +6,9 @@ backend is called directly: it has no state that a call changes, so any thread m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -76,61 +75,6 @@ class DetokenizerStream:
         return emitted
 
 
-class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. Thread-safe."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this; added tokens are included."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end generation, from the model's generation config and the tokenizer."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Equal where texts become the same tokens."""
-        ...
-
-    @property
-    def chat_template_digest(self) -> str:
-        """Equal where conversations become the same text; empty without a template."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of ``text``. Does not hold the interpreter's lock on long texts."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Return the chat template's text; encode it without special tokens.
-
-        Raises ``RequestError`` if there is no template or it refuses the messages.
-        """
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence."""
-        ...
-
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's own strings, byte alphabets and word marks included."""
-        ...
-
-    def stream(
-        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
-    ) -> DetokenizerStream:
-        """Return a detokeniser for what follows ``prompt_token_ids``."""
-        ...
-
-
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Return the tokenizer of ``model_dir``. Raises ``ConfigError`` if there is none or a slow one.
 
@@ -144,73 +88,42 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         raise ConfigError(f"model folder {model_dir} has no usable tokenizer: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"model folder {model_dir} has no tokenizer.json (a fast tokenizer)")
-    return FastTokenizer(tokenizer, _eos_token_ids(model_dir, tokenizer.eos_token_id))
+    return Tokenizer(tokenizer)
 
 
-def _eos_token_ids(model_dir: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    ids = [] if tokenizer_eos is None else [int(tokenizer_eos)]
-    for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        if value is not None:
-            ids += [int(token) for token in (value if isinstance(value, list) else [value])]
-            break
-    return tuple(dict.fromkeys(ids))
+class Tokenizer:
+    """A Hugging Face fast tokenizer. Thread-safe.
 
-
-def _template_digest(tokenizer: Any) -> str:  # noqa: ANN401 - as below
-    """Return a digest of the chat template and the special tokens that it may name."""
-    if not tokenizer.chat_template:
-        return ""
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    encode = msgspec.json.Encoder(order="sorted").encode
-    return content_digest(encode(tokenizer.chat_template), encode(names))
-
-
-class FastTokenizer:
-    """A ``Tokenizer`` over a Hugging Face fast tokenizer."""
+    ``digest`` is equal where texts become the same tokens, ``chat_template_digest`` where
+    conversations become the same text; that is empty without a template.
+    """
 
     # The foreign tokenizer is untyped, hence Any.
-    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:  # noqa: ANN401
+    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Both would be applied to every prompt, and shared by all threads.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._eos_token_ids = eos_token_ids
-        self._digest = content_digest(self._backend.to_str().encode())
-        self._template_digest = _template_digest(tokenizer)
-        self._vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
+        self.digest = content_digest(self._backend.to_str().encode())
+        self.chat_template_digest = self._template_digest()
         self._special_ids = frozenset(int(token) for token in tokenizer.all_special_ids) | {
             token
             for token, added in self._backend.get_added_tokens_decoder().items()
             if added.special
         }
 
-    @property
-    def vocab_size(self) -> int:
-        """See ``Tokenizer``."""
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """See ``Tokenizer``."""
-        return self._eos_token_ids
-
-    @property
-    def digest(self) -> str:
-        """See ``Tokenizer``."""
-        return self._digest
-
-    @property
-    def chat_template_digest(self) -> str:
-        """See ``Tokenizer``."""
-        return self._template_digest
+    def _template_digest(self) -> str:
+        """Return a digest of the chat template and the special tokens that it may name."""
+        template, special_tokens = self._tokenizer.chat_template, self._tokenizer.special_tokens_map
+        if not template:
+            return ""
+        names = {name: str(token) for name, token in special_tokens.items()}
+        encode = msgspec.json.Encoder(order="sorted").encode
+        return content_digest(encode(template), encode(names))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See ``Tokenizer``."""
+        """Return the tokens of ``text``. Does not hold the interpreter's lock on long texts."""
         # The batch call alone gives the interpreter's lock up while it works.
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
@@ -223,7 +136,10 @@ class FastTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """See ``Tokenizer``."""
+        """Return the chat template's text; encode it without special tokens.
+
+        Raises ``RequestError`` if there is no template or it refuses the messages.
+        """
         import jinja2
 
         if not self._tokenizer.chat_template:
@@ -248,18 +164,18 @@ class FastTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """See ``Tokenizer``."""
+        """Return the text of a whole sequence."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """See ``Tokenizer``."""
+        """Return the vocabulary's own strings, byte alphabets and word marks included."""
         return [self._backend.id_to_token(token) or "" for token in token_ids]
 
     def stream(
         self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> DetokenizerStream:
-        """See ``Tokenizer``."""
+        """Return a detokeniser for what follows ``prompt_token_ids``."""
         return DetokenizerStream(
             lambda tokens: self.decode(tokens, skip_special_tokens=False),
             skipped_ids=self._special_ids if skip_special_tokens else frozenset(),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from kvferry.blocks.pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.live_request import LiveRequest
-from kvferry.engine.plan import StepPlan
+from kvferry.engine.live_request import LiveRequest, StepPlan
 from kvferry.engine.request import EngineRequest
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.threshold import FixedThreshold
+from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import KvTransferParams
+from tests.support.fake_clock import FakeClock
 
 ROOT = chain_root(b"scheduler")
 
@@ -57,8 +59,10 @@ class Desk:
         self.asked_room: list[int] = []
         self.paused: list[LiveRequest] = []
         self.peer = FakePeer()
-        threshold = FixedThreshold(config.recompute_threshold_tokens or 0)
-        self.scheduler = Scheduler(self.pool, config, self, self.peer, threshold)
+        threshold = RecomputeThreshold(config.recompute_threshold_tokens, FakeClock())
+        self.scheduler = Scheduler(
+            self.pool, config, cast(Any, self), cast(Any, self.peer), threshold
+        )
         self.num_arrivals = 0
 
     def make_room(self, num_blocks: int) -> int:
@@ -92,10 +96,11 @@ class Desk:
             root=ROOT,
             stop_token_ids=frozenset(),
             max_total_tokens=num_prompt + max_tokens,
-            token_ids=list(prompt) + ([7] if wants_receive else []),
             wants_receive=wants_receive,
             wants_history=transfer is not None and transfer.history is not None,
         )
+        if wants_receive:
+            request.token_ids.append(7)
         self.scheduler.add(request)
         return request
 

@@ -16,11 +16,14 @@ def write_config(source: Path, target: Path) -> None:
     (target / "config.json").write_text("{}")
 
 
-def test_the_cache_folder_follows_the_environment() -> None:
-    both = {"KVFERRY_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}
-    assert default_cache_dir(both) == Path("/a")
-    assert default_cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/kvferry")
-    assert default_cache_dir({}) == Path.home() / ".cache" / "kvferry"
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_CACHE_DIR", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert default_cache_dir() == Path("/a")
+    monkeypatch.delenv("KVFERRY_CACHE_DIR")
+    assert default_cache_dir() == Path("/b/kvferry")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "kvferry"
 
 
 def test_the_first_call_converts_and_says_so_once(
@@ -144,7 +147,5 @@ def test_the_real_model_is_an_ordinary_folder_with_its_chat_template() -> None:
     text = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert tokenizer.eos_token_ids == (2,)
-    assert tokenizer.vocab_size == 49152
     pieces = tokenizer.stream(skip_special_tokens=False)
     assert "".join(pieces.step(token) for token in ids) == text

@@ -81,7 +81,7 @@ def test_prefill_ends_after_one_token_and_offers_every_block(rig: Rig) -> None:
     assert handoff.first_token.token_id == answer.tokens[0]
     assert handoff.first_token.logprob == answer.outputs[0].logprob is not None
     assert len(rig.connector.offers[TRANSFER_ID]) == 3
-    root = chain_root(rig.engine.layout.fingerprint())
+    root = chain_root(rig.engine.model.layout(16).fingerprint())
     expected = PromptIdentity(37, prompt_digest(root, prompt))
     assert rig.connector.identities[TRANSFER_ID] == expected
     assert rig.pool.num_free == rig.pool.num_blocks - 3, "held by the offer alone"

@@ -205,7 +205,7 @@ def test_a_push_that_is_needed_no_more_ends_its_read(rig: Rig) -> None:
 
 
 def hashes_of(rig: Rig, tokens: list[int]) -> list[bytes]:
-    root = chain_root(rig.engine.layout.fingerprint())
+    root = chain_root(rig.engine.model.layout(16).fingerprint())
     return list(block_hashes(root, tokens, 16))
 
 

@@ -9,13 +9,14 @@ from kvferry.protocol.params import KvTransferParams, Role
 ROOT = chain_root(b"live")
 
 
-def make_live(num_prompt: int, role: Role | None = None) -> LiveRequest:
+def make_live(
+    num_prompt: int, role: Role | None = None, request: EngineRequest | None = None
+) -> LiveRequest:
     transfer = None if role is None else KvTransferParams(transfer_id=TransferId("t"), role=role)
     prompt = tuple(range(num_prompt))
     return LiveRequest(
-        request=EngineRequest(
-            request_id=RequestId("r"), prompt_token_ids=prompt, transfer=transfer
-        ),
+        request=request
+        or EngineRequest(request_id=RequestId("r"), prompt_token_ids=prompt, transfer=transfer),
         on_output=lambda output: None,
         arrival=1,
         arrived_s=3.0,
@@ -23,7 +24,6 @@ def make_live(num_prompt: int, role: Role | None = None) -> LiveRequest:
         root=ROOT,
         stop_token_ids=frozenset(),
         max_total_tokens=100,
-        token_ids=list(prompt),
     )
 
 
@@ -42,10 +42,10 @@ def test_only_prompt_tokens_count_as_computed_prompt() -> None:
     live.note_computed(3)
     live.token_ids.append(5)
     live.note_computed(1)
-    assert (live.num_computed, live.num_computed_prompt_tokens) == (12, 10)
+    assert (live.num_computed, live.report.num_computed_prompt_tokens) == (12, 10)
     assert (live.num_missing, live.num_output_tokens) == (0, 2)
-    assert live.report().num_computed_prompt_tokens == 10
-    assert live.report().arrived_s == 3.0
+    assert live.last_report().num_computed_prompt_tokens == 10
+    assert live.last_report().arrived_s == 3.0
 
 
 def test_roles() -> None:

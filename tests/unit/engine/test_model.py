@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engine import attention, self_check
+from kvferry.engine import attention, model
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import load_model, weights_digest
 from kvferry.errors import ConfigError
@@ -107,7 +107,7 @@ def test_what_the_paged_attention_lacks_is_refused_by_name(
 
 def test_wrong_logits_are_refused(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model would be whose attention has a feature that no setting betrays."""
-    real = self_check.reference_logits
+    real = model.reference_logits
 
     def other(module: torch.nn.Module) -> torch.Tensor:
         logits = real(module)

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.engine.request import FinishReason
-from kvferry.engine.threshold import FixedThreshold
+from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role, TokenLogprob
 from tests.support.tiny_model import TINY_VOCABULARY_SIZE
@@ -270,7 +270,9 @@ def test_only_a_pull_tells_what_moving_costs(
 ) -> None:
     """A push lasts as long as its later chunks are computed."""
     moves: list[int] = []
-    monkeypatch.setattr(FixedThreshold, "note_moved", lambda _, __, count, ___: moves.append(count))
+    monkeypatch.setattr(
+        RecomputeThreshold, "note_moved", lambda _, __, count, ___: moves.append(count)
+    )
     with Rig(tiny_model_dir) as rig:
         transfer = msgspec.structs.replace(RECEIVING, mode=mode)
         answer = rig.submit(random_prompt(100), transfer=transfer, max_tokens=2)

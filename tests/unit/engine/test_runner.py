@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 from kvferry.blocks.pool import BlockPool
+from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.clock import SystemClock
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.plan import Chunk
+from kvferry.engine.live_request import Chunk
 from kvferry.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from kvferry.engine.runner import Engine, draw_seed
 from kvferry.engine.sampler import Scores
 from kvferry.engine.scheduler import Scheduler
 from kvferry.errors import ConfigError, EngineError, RequestError
-from kvferry.protocol.ids import RequestId, TransferId
+from kvferry.protocol.ids import BlockHash, RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Role
+from tests.support.fake_clock import FakeClock
 from tests.support.tiny_model import TINY_EOS_TOKEN_ID, TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import TIMEOUT_S, Answer, Rig
 
@@ -34,8 +36,10 @@ class ScriptedForward:
         self.may_run = threading.Event()
         self.may_run.set()
         self.has_begun = threading.Event()
+        self.num_calls = 0
 
     def __call__(self, chunks: Sequence[Chunk], /) -> list[Scores]:
+        self.num_calls += 1
         self.has_begun.set()
         assert self.may_run.wait(TIMEOUT_S)
         if self.num_failures > 0:
@@ -166,8 +170,7 @@ def test_a_failed_step_ends_its_requests_only(tiny_model_dir: Path) -> None:
         assert answer.reason is FinishReason.ERROR
         assert "the forward broke" in (answer.outputs[-1].error or "")
         snapshot = rig.engine.snapshot()
-        assert snapshot.failure is None
-        assert snapshot.counters.num_failed_steps == 1
+        assert rig.engine.failure is None
         assert snapshot.pool.num_cached == 0, "nothing of a failed step is found again"
         assert rig.submit([9] * 40, max_tokens=3).wait().reason is FinishReason.LENGTH
 
@@ -179,7 +182,7 @@ def test_repeated_failures_are_final_and_shown(tiny_model_dir: Path) -> None:
         answers = [rig.submit([9], max_tokens=3) for _ in range(5)]
         rig.forward.may_run.set()
         assert {answer.wait().reason for answer in answers} == {FinishReason.ERROR}
-        assert "3 steps in a row" in (rig.engine.snapshot().failure or "")
+        assert "3 steps in a row" in (rig.engine.failure or "")
         with pytest.raises(EngineError, match="3 steps in a row"):
             rig.submit([9], max_tokens=3)
 
@@ -223,10 +226,30 @@ def test_close_ends_what_is_left(tiny_model_dir: Path) -> None:
 def test_an_idle_engine_takes_no_step(tiny_model_dir: Path) -> None:
     with ScriptedRig(tiny_model_dir) as rig:
         rig.submit([9], max_tokens=2).wait()
-        before = rig.engine.snapshot().counters.num_steps
+        before = rig.forward.num_calls
         rig.engine.wake()
         rig.submit([9], max_tokens=1).wait()
-        assert rig.engine.snapshot().counters.num_steps == before + 1
+        assert rig.forward.num_calls == before + 1
+
+
+def test_an_idle_engine_shows_no_retention_past_its_time(tiny_model_dir: Path) -> None:
+    clock, rig = FakeClock(), Rig(tiny_model_dir, num_blocks=10)
+    pool = BlockPool(10)
+    retention = RetentionTable(pool, clock, RetentionLimits(duration_s=60))
+    engine = Engine(rig.config, rig.engine.model, rig.cache, pool, retention=retention, clock=clock)
+    hashes = [BlockHash(bytes([number]) * 32) for number in range(2)]
+    blocks = pool.allocate(2)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        pool.publish(block, block_hash)
+    pool.drop(blocks)
+    retention.retain(hashes)
+    shown = engine.snapshot()
+    assert (shown.num_conversations, shown.pool.num_retained) == (1, 2)
+    clock.advance(60)
+    shown = engine.snapshot()
+    assert (shown.num_conversations, shown.pool.num_retained) == (0, 0)
+    ends = {reason: count for reason, count in shown.retention_ends.items() if count}
+    assert ends == {"expired": 1}
 
 
 def test_random_submits_and_aborts_from_several_threads(tiny_model_dir: Path) -> None:
@@ -257,7 +280,7 @@ def test_random_submits_and_aborts_from_several_threads(tiny_model_dir: Path) ->
         reasons = {answer.wait().reason for answer in answers}
         assert len(answers) == 160
         assert reasons == {FinishReason.LENGTH, FinishReason.ABORT}
-        assert rig.engine.snapshot().failure is None
+        assert rig.engine.failure is None
 
 
 def test_queues_out_of_order_still_end_every_request(
@@ -273,7 +296,7 @@ def test_queues_out_of_order_still_end_every_request(
     monkeypatch.setattr(Scheduler, "remove", broken)
     rig.forward.may_run.set()
     assert {answer.wait().reason for answer in answers} == {FinishReason.ERROR}
-    assert "not in order" in (rig.engine.snapshot().failure or "")
+    assert "not in order" in (rig.engine.failure or "")
     rig.engine.close()
 
 

@@ -74,10 +74,10 @@ def test_a_cached_prefix_is_not_computed_but_the_last_token_is() -> None:
     desk.scheduler.remove(_computed(desk, 16))
     again = desk.arrive(16)
     assert shape(desk.work()) == [("r2", 12, 4, True)]
-    assert again.num_cached_tokens == 12
+    assert again.report.num_cached_tokens == 12
     longer = desk.arrive(17)
     assert shape(desk.work())[-1] == ("r3", 16, 1, True)
-    assert longer.num_cached_tokens == 16
+    assert longer.report.num_cached_tokens == 16
     assert again.blocks[:3] == longer.blocks[:3]
 
 
@@ -106,7 +106,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
         preempted = desk.work().num_preempted
     assert (old.phase, young.phase) == (Phase.RUNNING, Phase.WAITING)
     assert young.blocks == []
-    assert young.num_preemptions == 1
+    assert young.report.num_preemptions == 1
     assert list(desk.scheduler.waiting) == [young, waiting]
     tokens = list(young.token_ids)
     while young.phase is Phase.WAITING:
@@ -135,7 +135,7 @@ def test_only_what_the_own_cache_lacks_is_received() -> None:
     receiver = desk.arrive(20, wants_receive=True)
     (start,) = desk.work().receives
     assert (start.first_block, len(start.blocks)) == (2, 3)
-    assert receiver.num_cached_tokens == 8
+    assert receiver.report.num_cached_tokens == 8
     assert tuple(receiver.blocks[2:]) == start.blocks
 
 

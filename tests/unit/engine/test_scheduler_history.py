@@ -111,7 +111,7 @@ def test_who_was_preempted_after_a_read_computes_again() -> None:
     request = arrive(desk, 22, first=50)
     desk.work()
     desk.scheduler.note_history_ended(request, 20)
-    while request.num_preemptions == 0:
+    while request.report.num_preemptions == 0:
         assert older.phase is Phase.RUNNING
         desk.work()
     while request.phase is not Phase.RUNNING:

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvferry.engine.live_request import LiveRequest, Phase
-from kvferry.engine.plan import StepPlan
+from kvferry.engine.live_request import LiveRequest, Phase, StepPlan
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role
 from tests.unit.engine.desk import Desk, shape
@@ -69,7 +68,7 @@ def test_what_runs_alone_takes_back_what_a_peer_has_not_filled() -> None:
     while not plan.is_short_of_blocks:
         plan = desk.work()
     assert desk.peer.given_back == ["r2"]
-    assert (runs.phase, runs.num_preemptions) == (Phase.RUNNING, 0)
+    assert (runs.phase, runs.report.num_preemptions) == (Phase.RUNNING, 0)
     assert (receives.phase, receives.wants_receive) == (Phase.WAITING, True)
     while runs.phase is Phase.RUNNING:
         plan = desk.work()
@@ -89,7 +88,7 @@ def test_blocks_that_do_not_come_back_end_the_receive() -> None:
     plan = desk.work()
     assert (plan.cancelled, receives.wants_receive) == ([receives], False)
     assert desk.work().is_short_of_blocks
-    assert (runs.phase, runs.num_preemptions) == (Phase.RUNNING, 0), "they are about to come"
+    assert (runs.phase, runs.report.num_preemptions) == (Phase.RUNNING, 0), "they are about to come"
     desk.pool.drop(kept)
     while runs.phase is Phase.RUNNING:
         desk.work()
@@ -117,6 +116,6 @@ def test_too_late_to_take_back() -> None:
     runs = desk.arrive(7, max_tokens=16)
     receives = pushed(desk, 12, first=100)
     desk.peer.takes_back = False
-    while runs.num_preemptions == 0:
+    while runs.report.num_preemptions == 0:
         desk.work()
     assert receives.phase is Phase.RECEIVING

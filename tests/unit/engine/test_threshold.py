@@ -10,9 +10,7 @@ from kvferry.engine.threshold import (
     MAX_PEERS,
     SAMPLE_LIFE_S,
     CostLine,
-    FixedThreshold,
-    MeasuredThreshold,
-    make_threshold,
+    RecomputeThreshold,
 )
 from kvferry.protocol.ids import InstanceId
 from tests.support.fake_clock import FakeClock
@@ -28,28 +26,29 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def measured(clock: FakeClock) -> MeasuredThreshold:
+def measured(clock: FakeClock) -> RecomputeThreshold:
     """Knows what computing costs, and of no move."""
-    threshold = MeasuredThreshold(clock)
+    threshold = RecomputeThreshold(None, clock)
     for num_tokens in (100, 512):
         threshold.note_computed(num_tokens, COMPUTE_S * num_tokens)
     return threshold
 
 
 @pytest.mark.parametrize(("num_tokens", "moves"), [(63, False), (64, True), (65, True)])
-def test_a_fixed_threshold_counts(num_tokens: int, moves: bool) -> None:
-    assert FixedThreshold(64).is_worth_moving(PEER, num_tokens) is moves
-    assert FixedThreshold(64).min_tokens(PEER, 1000) == 64
+def test_a_fixed_threshold_counts(clock: FakeClock, num_tokens: int, moves: bool) -> None:
+    threshold = RecomputeThreshold(64, clock)
+    assert threshold.is_worth_moving(PEER, num_tokens) is moves
+    assert threshold.min_tokens(PEER, 1000) == 64
 
 
 def test_until_something_was_measured_the_number_decides(clock: FakeClock) -> None:
-    threshold = MeasuredThreshold(clock)
+    threshold = RecomputeThreshold(None, clock)
     assert not threshold.is_worth_moving(PEER, 63)
     assert threshold.is_worth_moving(PEER, 64)
     assert threshold.min_tokens(PEER, 1000) == 64
 
 
-def test_a_far_link_moves_much_and_not_little(measured: MeasuredThreshold) -> None:
+def test_a_far_link_moves_much_and_not_little(measured: RecomputeThreshold) -> None:
     """0.5 s for any move and 0.1 ms a token: 100 tokens compute in 0.1 s, 2000 in 2 s."""
     for num_tokens in (160, 2000):
         measured.note_moved(PEER, num_tokens, 0.5 + 0.0001 * num_tokens)
@@ -58,19 +57,19 @@ def test_a_far_link_moves_much_and_not_little(measured: MeasuredThreshold) -> No
     assert measured.min_tokens(PEER, 2000) == 556  # 0.5 + 0.0001 n < 0.001 n
 
 
-def test_a_near_link_moves_little_too(measured: MeasuredThreshold) -> None:
+def test_a_near_link_moves_little_too(measured: RecomputeThreshold) -> None:
     for num_tokens in (160, 2000):
         measured.note_moved(PEER, num_tokens, 0.002 + 0.00001 * num_tokens)
     assert measured.is_worth_moving(PEER, 16)
 
 
-def test_each_peer_has_a_link_of_its_own(measured: MeasuredThreshold) -> None:
+def test_each_peer_has_a_link_of_its_own(measured: RecomputeThreshold) -> None:
     measured.note_moved(PEER, 1000, 100.0)
     assert not measured.is_worth_moving(PEER, 1000)
     assert measured.is_worth_moving(InstanceId("decode-1"), 1000)
 
 
-def test_one_size_seen_says_little_of_smaller_ones(measured: MeasuredThreshold) -> None:
+def test_one_size_seen_says_little_of_smaller_ones(measured: RecomputeThreshold) -> None:
     """They are tried, and tell."""
     measured.note_moved(PEER, 2000, 0.7)
     assert measured.is_worth_moving(PEER, 100)
@@ -78,21 +77,21 @@ def test_one_size_seen_says_little_of_smaller_ones(measured: MeasuredThreshold) 
     assert not measured.is_worth_moving(PEER, 100)
 
 
-def test_old_samples_are_forgotten(measured: MeasuredThreshold, clock: FakeClock) -> None:
+def test_old_samples_are_forgotten(measured: RecomputeThreshold, clock: FakeClock) -> None:
     measured.note_moved(PEER, 1000, 100.0)
     clock.advance(SAMPLE_LIFE_S + 1)
     measured.note_computed(512, 0.5)
     assert measured.is_worth_moving(PEER, 1000)
 
 
-def test_peers_are_bounded_in_number(measured: MeasuredThreshold) -> None:
+def test_peers_are_bounded_in_number(measured: RecomputeThreshold) -> None:
     measured.note_moved(PEER, 1000, 100.0)
     for number in range(MAX_PEERS):
         measured.note_moved(InstanceId(f"other-{number}"), 100, 0.01)
     assert measured.is_worth_moving(PEER, 1000), "the one not heard of for longest is forgotten"
 
 
-def test_nothing_to_move_is_not_worth_it(measured: MeasuredThreshold) -> None:
+def test_nothing_to_move_is_not_worth_it(measured: RecomputeThreshold) -> None:
     measured.note_moved(PEER, 100, 0.0)
     assert not measured.is_worth_moving(PEER, 0)
 
@@ -113,6 +112,9 @@ def test_a_line_never_falls_and_is_never_below_zero(
     assert -1e-6 <= here <= further + 1e-6
 
 
-def test_the_option_chooses(clock: FakeClock) -> None:
-    assert make_threshold(5, clock) == FixedThreshold(5)
-    assert isinstance(make_threshold(None, clock), MeasuredThreshold)
+def test_a_fixed_threshold_learns_nothing(clock: FakeClock) -> None:
+    threshold = RecomputeThreshold(5, clock)
+    threshold.note_computed(512, 0.001)
+    threshold.note_moved(PEER, 100, 100.0)
+    assert threshold.is_worth_moving(PEER, 5)
+    assert not threshold.is_worth_moving(PEER, 4)

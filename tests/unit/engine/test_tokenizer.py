@@ -154,18 +154,9 @@ def test_a_model_folder_gives_encoding_decoding_and_sizes(tmp_path: Path) -> Non
     special = len(ALPHABET)
     assert tokenizer.decode([special, *ids]) == "héllo"
     assert tokenizer.decode([special, *ids], skip_special_tokens=False) == "<|a|>héllo"
-    assert tokenizer.vocab_size == len(ALPHABET) + 2
     assert tokenizer.token_strings([special]) == ["<|a|>"]
     pieces = run(tokenizer.stream(prompt_token_ids=[special]), [*ids, special])
     assert "".join(pieces) == "héllo"
-
-
-def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    special = len(ALPHABET)
-    assert load_tokenizer(tmp_path).eos_token_ids == (special, 7)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, special]}))
-    assert load_tokenizer(tmp_path).eos_token_ids == (special, 3)
 
 
 def test_the_chat_template_is_rendered_or_refuses(tmp_path: Path) -> None:

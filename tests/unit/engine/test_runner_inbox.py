@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvferry.engine.inbox import Inbox
+from kvferry.engine.runner import Inbox
 from kvferry.errors import EngineError, RequestError
 from kvferry.protocol.ids import RequestId
 from tests.unit.engine.test_live_request import make_live

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.request import EngineRequest, SamplingParams
-from kvferry.engine.validation import EngineLimits, check_request
+from kvferry.engine.request import EngineLimits, EngineRequest, SamplingParams, check_request
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Role

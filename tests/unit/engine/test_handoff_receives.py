@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -10,8 +9,8 @@ import pytest
 
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.ports import FirstTokenArrival, PrefillEnd, ReceiveOutcome, ReceiveResult
+from kvferry.engine.handoff import Receives
 from kvferry.engine.live_request import LiveRequest
-from kvferry.engine.receiving import Receives
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import RequestId, TransferId
@@ -42,9 +41,8 @@ class World:
         request = EngineRequest(
             request_id=RequestId(f"r{number}"), prompt_token_ids=(1, 2), transfer=transfer
         )
-        live = dataclasses.replace(make_live(2), request=request)
-        self.receives.begin(live, transfer)
-        live.wants_receive = True
+        live = make_live(2, request=request)
+        self.receives.begin(live)
         return live
 
     def tell(self, number: int) -> None:
@@ -99,13 +97,14 @@ def test_what_came_for_an_ended_transfer_is_not_for_the_next_under_its_id(world:
         world.tell(1)
         assert world.taken() == ([], [])
         if end_early:
-            world.receives.decline(transfer_of(1))
+            world.receives.decline(live)
         else:
             world.receives.end(live)
         world.connector.begun.clear()
-        world.receives.add(world.begin(1))
+        next_one = world.begin(1)
+        world.receives.add(next_one)
         assert world.taken() == ([], [])
-        world.receives.decline(transfer_of(1))
+        world.receives.decline(next_one)
         world.connector.begun.clear()
 
 

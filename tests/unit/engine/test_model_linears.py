@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvferry.engine import linear
-from kvferry.engine.linear import PrepackedLinear, prepack_linears
+from kvferry.engine import model
+from kvferry.engine.model import PrepackedLinear, prepack_linears
 
 
 def make_stack(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -50,7 +50,7 @@ def test_a_layer_that_fails_the_check_stays_plain(
             result: torch.Tensor = self.source(rows)
             return result + 1 if fault == "wrong" else result[..., :-1]
 
-    monkeypatch.setattr(linear, "PrepackedLinear", Broken)
+    monkeypatch.setattr(model, "PrepackedLinear", Broken)
     stack = make_stack()
     assert prepack_linears(stack) == 0
     assert type(stack[0]) is nn.Linear
