@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from kvferry.engine.request import SamplingParams
 from kvferry.engine.sampler import SamplingPoint, Scores, sample_token
-from kvferry.server.openai_types import CompletionRequest
-from kvferry.server.sampling import sampling_params
+from kvferry.server.bodies import CompletionRequest, sampling_params
 from tests.integration.deployment_client import Json, prompt_of
 
 MARGIN = 2e-4

@@ -19,7 +19,7 @@ from kvferry.server.config import HttpConfig, InstanceConfig
 
 if TYPE_CHECKING:
     # The server imports an HTTP stack, and the engine torch: neither before a command runs.
-    from kvferry.server.run import ReadyReport
+    from kvferry.protocol.messages import InstanceInfo
 
 
 @click.group()
@@ -74,22 +74,22 @@ def serve(
         **rest,
     )
     configure_logging(log_level, stream=sys.stderr, instance_id=config.exchange.instance_id)
-    run_instance(config, SystemClock(), lambda report: _announce(report, ready_file))
+    run_instance(config, SystemClock(), lambda url, info: _announce(url, info, ready_file))
 
 
-def _announce(report: ReadyReport, ready_file: Path | None) -> None:
+def _announce(url: str, info: InstanceInfo, ready_file: Path | None) -> None:
     click.echo(
-        f"kvferry engine ready: {report.url} instance {report.instance_id} "
-        f"control {report.control_address} transport {report.transport} "
-        f"blocks {report.num_blocks}"
+        f"kvferry engine ready: {url} instance {info.instance_id} "
+        f"control {info.control_address} transport {info.transport} "
+        f"blocks {info.num_blocks}"
     )
     if ready_file is None:
         return
     content = {
-        "url": report.url,
-        "control_address": report.control_address,
-        "instance_id": report.instance_id,
-        "pid": report.pid,
+        "url": url,
+        "control_address": info.control_address,
+        "instance_id": info.instance_id,
+        "pid": os.getpid(),
     }
     # Renamed, since others poll for it: it is there whole or not at all.
     partial = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")

@@ -6,81 +6,19 @@ Owns the JSON shapes, vLLM's additions included (``stop_reason``, ``token_ids``,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvferry.engine.request import FinishReason, RequestReport
-from kvferry.protocol.params import KvTransferParams, TokenLogprob, emit_params
-from kvferry.server.output import Delta
-
-TokenText = Callable[[int], str]
-"""Text of one token by itself."""
+from kvferry.engine.request import RequestReport
+from kvferry.protocol.params import emit_params
+from kvferry.server.generation import Choice, Delta
 
 Json = dict[str, Any]
 """A JSON object on its way out."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    """What one choice has said so far."""
-
-    index: int
-    prompt_token_ids: tuple[int, ...]
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    report: RequestReport | None = None
-    handoff: KvTransferParams | None = None
-    is_begun: bool = False
-    """Whether a chunk of it has been made."""
-
-    def add(self, delta: Delta) -> None:
-        """Append ``delta``."""
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-        self.report = delta.report or self.report
-        self.handoff = delta.handoff or self.handoff
-
-    @property
-    def text(self) -> str:
-        """All its text."""
-        return "".join(self.texts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """What every object of one answer repeats, and which extras were asked for."""
-
-    answer_id: str
-    created_s: int
-    model: str
-    num_logprobs: int | None = None
-    returns_token_ids: bool = False
-    token_text: TokenText
-
-
-class AnswerFormat(Protocol):
-    """One endpoint's shapes. A choice has had ``delta`` added when ``chunk`` is asked for it."""
-
-    def chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Json:
-        """Return one chunk of a streamed answer."""
-        ...
-
-    def last_chunk(self, usage: Json) -> Json:
-        """Return the chunk without choices that carries the usage."""
-        ...
-
-    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """Return an unstreamed answer."""
-        ...
 
 
 def usage_so_far(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
@@ -117,6 +55,19 @@ def _num_reused_tokens(report: RequestReport) -> int:
     return max(0, min(not_computed_here, not_computed_there))
 
 
+def handoff_of(choices: Sequence[Choice]) -> Json:
+    """Return what a prefill leg's answer has at its top for the decode leg, nothing in others."""
+    if len(choices) != 1 or choices[0].handoff is None:
+        return {}
+    return {"kv_transfer_params": emit_params(choices[0].handoff)}
+
+
+def reports_of(choices: Sequence[Choice]) -> Json:
+    """Return the reports for the top of an answer: an object for one choice, a list for several."""
+    reports = [_shown_report(choice.report) for choice in choices]
+    return {"kv_report": reports[0] if len(reports) == 1 else reports}
+
+
 def _shown_report(report: RequestReport | None) -> Json | None:
     if report is None:
         return None
@@ -127,162 +78,121 @@ def _shown_report(report: RequestReport | None) -> Json | None:
     return shown
 
 
-def extras_of(choices: Sequence[Choice], *, with_report: bool) -> Json:
-    """Return what kvferry adds at the top of an answer: the handoff, and the reports asked for.
+@dataclass(frozen=True, kw_only=True)
+class AnswerFormat(ABC):
+    """One endpoint's shapes, with what every object of one answer repeats."""
 
-    A report is an object for one choice, a list for several.
-    """
-    extras: Json = {}
-    if len(choices) == 1 and choices[0].handoff is not None:
-        extras["kv_transfer_params"] = emit_params(choices[0].handoff)
-    if with_report:
-        reports = [_shown_report(choice.report) for choice in choices]
-        extras["kv_report"] = reports[0] if len(reports) == 1 else reports
-    return extras
+    answer_id: str
+    created_s: int
+    model: str
+    num_logprobs: int | None
+    returns_token_ids: bool
+    token_text: Callable[[int], str]
+    """Text of one token by itself."""
 
+    whole_object: ClassVar[str]
+    """What an unstreamed answer calls itself."""
+    chunk_object: ClassVar[str]
+    has_prompt_in_choices: ClassVar[bool]
+    """Whether the prompt's token ids stand in each choice, or once at the top."""
 
-class CompletionFormat:
-    """Shapes of ``/v1/completions``."""
-
-    def __init__(self, envelope: Envelope) -> None:
-        self._envelope = envelope
-
-    def chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Json:
-        """See ``AnswerFormat``."""
-        shown: Json = {
-            "index": choice.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta, delta.text_offset),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        if self._envelope.returns_token_ids:
-            shown["prompt_token_ids"] = choice.prompt_token_ids if is_first else None
-            shown["token_ids"] = delta.token_ids
-        return self._top([shown])
+    def chunk(self, choice: Choice, delta: Delta) -> Json:
+        """Return one chunk of a streamed answer."""
+        return self._object([(choice, delta)], is_whole=False)
 
     def last_chunk(self, usage: Json) -> Json:
-        """See ``AnswerFormat``."""
-        return self._top([]) | {"usage": usage}
+        """Return the chunk without choices that carries the usage."""
+        return self._object([], is_whole=False) | {"usage": usage}
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """See ``AnswerFormat``."""
-        return self._top([self._whole_choice(choice) for choice in choices]) | {"usage": usage}
+        """Return an unstreamed answer."""
+        parts = [(choice, choice.so_far()) for choice in choices]
+        return self._object(parts, is_whole=True) | {"usage": usage}
 
-    def _whole_choice(self, choice: Choice) -> Json:
-        logprobs = self._logprobs(_as_delta(choice), 0)
+    def _object(self, parts: Sequence[tuple[Choice, Delta]], *, is_whole: bool) -> Json:
+        choices: list[Json] = [
+            {
+                "index": choice.index,
+                **self._text(delta, is_whole=is_whole),
+                "logprobs": None if self.num_logprobs is None else self._logprobs(delta),
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            for choice, delta in parts
+        ]
         shown: Json = {
-            "index": choice.index,
-            "text": choice.text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._envelope.returns_token_ids:
-            shown["prompt_token_ids"] = choice.prompt_token_ids
-            shown["token_ids"] = choice.token_ids
-        return shown
-
-    def _top(self, choices: list[Json]) -> Json:
-        return {
-            "id": self._envelope.answer_id,
-            "object": "text_completion",
-            "created": self._envelope.created_s,
-            "model": self._envelope.model,
+            "id": self.answer_id,
+            "object": self.whole_object if is_whole else self.chunk_object,
+            "created": self.created_s,
+            "model": self.model,
             "choices": choices,
         }
+        if self.returns_token_ids:
+            for its_json, (choice, delta) in zip(choices, parts, strict=True):
+                its_json["token_ids"] = delta.token_ids
+                prompt = choice.request.prompt_token_ids if delta.is_first else None
+                if self.has_prompt_in_choices:
+                    its_json["prompt_token_ids"] = prompt
+                elif prompt is not None:
+                    shown["prompt_token_ids"] = prompt
+        return shown
 
-    def _logprobs(self, delta: Delta, text_offset: int) -> Json | None:
-        if self._envelope.num_logprobs is None:
-            return None
-        text_of = self._envelope.token_text
-        tokens = [text_of(token) for token in delta.token_ids]
-        offsets: list[int] = []
+    @abstractmethod
+    def _text(self, delta: Delta, *, is_whole: bool) -> Json:
+        """Return the fields of a choice that show its text."""
+
+    @abstractmethod
+    def _logprobs(self, delta: Delta) -> Json:
+        """Return the log probabilities of the tokens of ``delta``."""
+
+
+class CompletionFormat(AnswerFormat):
+    """Shapes of ``/v1/completions``."""
+
+    whole_object = chunk_object = "text_completion"
+    has_prompt_in_choices = True
+
+    def _text(self, delta: Delta, *, is_whole: bool) -> Json:
+        return {"text": delta.text}
+
+    def _logprobs(self, delta: Delta) -> Json:
+        tokens = [self.token_text(token) for token in delta.token_ids]
+        offset, offsets = delta.text_offset, []
         for token in tokens:
-            offsets.append(text_offset)
-            text_offset += len(token)
+            offsets.append(offset)
+            offset += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [entry.logprob for entry in delta.logprobs],
             "top_logprobs": [
-                {text_of(other): value for other, value in entry.top} | {token: entry.logprob}
+                {self.token_text(other): value for other, value in entry.top}
+                | {token: entry.logprob}
                 for token, entry in zip(tokens, delta.logprobs, strict=False)
             ],
             "text_offset": offsets,
         }
 
 
-class ChatFormat:
-    """Shapes of ``/v1/chat/completions``."""
+class ChatFormat(AnswerFormat):
+    """Shapes of ``/v1/chat/completions``; the first chunk of a choice carries the role too."""
 
-    def __init__(self, envelope: Envelope) -> None:
-        self._envelope = envelope
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_prompt_in_choices = False
 
-    def chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Json:
-        """See ``AnswerFormat``; the first chunk of a choice carries the role too."""
-        role: Json = {"role": "assistant"} if is_first else {}
-        shown: Json = {
-            "index": choice.index,
-            "delta": role | {"content": delta.text},
-            "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        top = self._top("chat.completion.chunk", [shown])
-        if self._envelope.returns_token_ids:
-            shown["token_ids"] = delta.token_ids
-            if is_first:
-                top["prompt_token_ids"] = choice.prompt_token_ids
-        return top
+    def _text(self, delta: Delta, *, is_whole: bool) -> Json:
+        role = {"role": "assistant"} if delta.is_first else {}
+        message: Json = role | {"content": delta.text}
+        return {"message": message | {"tool_calls": []}} if is_whole else {"delta": message}
 
-    def last_chunk(self, usage: Json) -> Json:
-        """See ``AnswerFormat``."""
-        return self._top("chat.completion.chunk", []) | {"usage": usage}
-
-    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """See ``AnswerFormat``."""
-        shown = [self._whole_choice(choice) for choice in choices]
-        top = self._top("chat.completion", shown) | {"usage": usage}
-        if self._envelope.returns_token_ids:
-            top["prompt_token_ids"] = choices[0].prompt_token_ids
-        return top
-
-    def _whole_choice(self, choice: Choice) -> Json:
-        shown: Json = {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "tool_calls": []},
-            "logprobs": self._logprobs(_as_delta(choice)),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._envelope.returns_token_ids:
-            shown["token_ids"] = choice.token_ids
-        return shown
-
-    def _top(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": self._envelope.answer_id,
-            "object": kind,
-            "created": self._envelope.created_s,
-            "model": self._envelope.model,
-            "choices": choices,
-        }
-
-    def _logprobs(self, delta: Delta) -> Json | None:
-        num_top = self._envelope.num_logprobs
-        if num_top is None:
-            return None
+    def _logprobs(self, delta: Delta) -> Json:
         content = [
             self._logprob(token, entry.logprob)
-            | {"top_logprobs": [self._logprob(*other) for other in entry.top[:num_top]]}
+            | {"top_logprobs": [self._logprob(*other) for other in entry.top[: self.num_logprobs]]}
             for token, entry in zip(delta.token_ids, delta.logprobs, strict=False)
         ]
         return {"content": content}
 
     def _logprob(self, token_id: int, logprob: float) -> Json:
-        text = self._envelope.token_text(token_id)
+        text = self.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _as_delta(choice: Choice) -> Delta:
-    return Delta(token_ids=tuple(choice.token_ids), logprobs=tuple(choice.logprobs))

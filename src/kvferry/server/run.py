@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 import uvloop
@@ -22,10 +19,11 @@ import uvloop
 from kvferry.clock import Clock
 from kvferry.errors import EngineError
 from kvferry.observe.log import get_logger
+from kvferry.protocol.messages import InstanceInfo
 from kvferry.server.app import HttpServer, build_app
 from kvferry.server.config import InstanceConfig
 from kvferry.server.instance import Instance, build_instance
-from kvferry.server.service import InstanceService, ServedModel, ServiceParts
+from kvferry.server.service import InstanceService
 
 _log = get_logger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,21 +36,11 @@ class EngineStuckError(EngineError):
     """The engine's thread did not end in time, and may still write to its memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyReport:
-    """Where an instance is, once it serves."""
-
-    url: str
-    control_address: str
-    instance_id: str
-    pid: int
-    transport: str
-    num_blocks: int
+OnReady = Callable[[str, InstanceInfo], None]
+"""Told the URL once it is served, and what the instance says of itself."""
 
 
-def run_instance(
-    config: InstanceConfig, clock: Clock, on_ready: Callable[[ReadyReport], None]
-) -> None:
+def run_instance(config: InstanceConfig, clock: Clock, on_ready: OnReady) -> None:
     """Build an instance and serve it until SIGTERM or SIGINT.
 
     Sets the interpreter's switch interval for the whole process.
@@ -67,7 +55,7 @@ def run_instance(
         gc.freeze()
         try:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-            uvloop.run(serve_until_signal(instance, clock, on_ready))
+            uvloop.run(_serve_until_signal(instance, clock, on_ready))
         except EngineStuckError:
             instance.abandon()
             raise
@@ -77,19 +65,17 @@ def run_instance(
         instance.close()
 
 
-async def serve_until_signal(
-    instance: Instance, clock: Clock, on_ready: Callable[[ReadyReport], None]
-) -> None:
+async def _serve_until_signal(instance: Instance, clock: Clock, on_ready: OnReady) -> None:
     """Serve ``instance`` over HTTP until a signal comes, then end it within its bounds."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    service = InstanceService(service_parts(instance, clock), loop)
+    service = InstanceService(instance, clock)
     server = HttpServer(build_app(service), instance.config.http)
     try:
         url = await server.start()
-        on_ready(_ready_report(instance, url))
+        on_ready(url, instance.exchange.info())
         await stop.wait()
         _log.info("shutting down")
     finally:
@@ -127,44 +113,6 @@ async def _stop_engine(instance: Instance, timeout_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def service_parts(instance: Instance, clock: Clock) -> ServiceParts:
-    """Return what the HTTP service needs of ``instance``."""
-    config = instance.config
-    names = config.served_model_names or (config.model,)
-    model = instance.engine.model
-    return ServiceParts(
-        engine=instance.engine,
-        figures=instance.figures,
-        tokenizer=instance.tokenizer,
-        connector=instance.exchange.port,
-        describe=instance.exchange.info,
-        model=ServedModel(
-            names=names,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocabulary_size,
-            created_s=int(time.time()),
-        ),
-        metrics=instance.metrics,
-        clock=clock,
-        wall_time_s=time.time,
-        http=config.http,
-        cluster_key=config.exchange.cluster_key,
-        user_key_file=config.exchange.user_key_file,
-    )
-
-
-def _ready_report(instance: Instance, url: str) -> ReadyReport:
-    info = instance.exchange.info()
-    return ReadyReport(
-        url=url,
-        control_address=info.control_address,
-        instance_id=info.instance_id,
-        pid=os.getpid(),
-        transport=info.transport,
-        num_blocks=info.num_blocks,
-    )
 
 
 @contextlib.contextmanager

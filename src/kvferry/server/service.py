@@ -1,4 +1,4 @@
-"""``InstanceService``: what the HTTP handlers share, and where each part of an instance is reached.
+"""``InstanceService``: what the HTTP handlers share of one instance.
 
 Owns the live transfers, the tokenising thread and the decision whether a request's transfer
 parameters are trusted. Knows no routes.
@@ -7,155 +7,68 @@ parameters are trusted. Knows no routes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+from aiohttp import web
 
 from kvferry.clock import Clock
-from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.engine.request import EngineRequest
-from kvferry.engine.tokenizer import Tokenizer
 from kvferry.errors import RemoteProtocolError, RequestError
 from kvferry.observe.log import get_logger
-from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import RequestId, TransferId
-from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import KvTransferParams, parse_params
 from kvferry.protocol.signing import SIGNATURE_HEADER, verify
-from kvferry.protocol.user_key import UserKeyFile
-from kvferry.server.config import HttpConfig
-from kvferry.server.errors import ShuttingDownError
-from kvferry.server.generation import EngineLike, Generation, OutputBridge
-from kvferry.server.metering import PreemptionMeter, RetainedMeter
-from kvferry.server.read_backs import ReadBackTotals
-from kvferry.server.retained import RetainedFigures
+from kvferry.server.bodies import ChatMessage, ChatRequest, TokenizeRequest
+from kvferry.server.figures import InstanceFigures
+from kvferry.server.generation import (
+    Choice,
+    ChoiceOptions,
+    Generation,
+    OutputBridge,
+    RequestMeter,
+    ShuttingDownError,
+)
+from kvferry.server.instance import Instance
 
 _log = get_logger(__name__)
 
+Prompt = tuple[int, ...]
 Result = TypeVar("Result")
 
 
-class EngineFigures(Protocol):
-    """What the server shows of an engine's state."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests in the running batch."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for admission or for blocks."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        ...
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks without a reference."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine can still serve."""
-        ...
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a request gave up its blocks, since the start."""
-        ...
-
-    @property
-    def num_blind_links(self) -> int:
-        """Peers that may write here and whose death could not be proven."""
-        ...
-
-    @property
-    def retained(self) -> RetainedFigures:
-        """What is kept for conversations' later turns."""
-        ...
-
-
-class TransferEnds(Protocol):
-    """What the server uses of a ``ConnectorPort``."""
-
-    def withdraw(self, transfer_id: TransferId) -> None:
-        """Give up an offer or a send."""
-        ...
-
-    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
-        """Give up a receive."""
-        ...
-
-    def snapshot(self) -> ConnectorSnapshot:
-        """Return counts."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """The model as clients see it; the first name is the one that answers carry."""
-
-    names: tuple[str, ...]
-    max_model_len: int
-    """Most tokens of prompt and answer."""
-    vocab_size: int
-    created_s: int
-    """Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceParts:
-    """What a service is made of. ``connector`` is None for an instance that exchanges nothing."""
-
-    engine: EngineLike
-    figures: Callable[[], EngineFigures]
-    tokenizer: Tokenizer
-    connector: TransferEnds | None
-    describe: Callable[[], InstanceInfo]
-    model: ServedModel
-    metrics: Metrics
-    clock: Clock
-    wall_time_s: Callable[[], float]
-    """Unix time, for ``created`` and for the expiry of signatures."""
-    http: HttpConfig
-    cluster_key: bytes | None = None
-    user_key_file: UserKeyFile | None = None
-    """Where ``cluster_key`` is from, if it is a user's own; shown to whoever asks."""
-
-
 class InstanceService:
-    """One instance's services to its handlers; all on one event loop."""
+    """One instance's services to its handlers; all on the event loop that runs when it is made."""
 
-    def __init__(self, parts: ServiceParts, loop: asyncio.AbstractEventLoop) -> None:
-        self.parts = parts
-        self._loop = loop
-        self._bridge = OutputBridge(loop)
+    def __init__(
+        self,
+        instance: Instance,
+        clock: Clock,
+        *,
+        wall_time_s: Callable[[], float] = time.time,
+    ) -> None:
+        """``wall_time_s`` is Unix time, for ``created`` and for the expiry of signatures."""
+        self.instance = instance
+        self.tokenizer = instance.tokenizer
+        self.model_names = instance.config.served_model_names or (instance.config.model,)
+        """What clients may call the model; answers carry the first if they do not say."""
+        self.created_s = int(wall_time_s())
+        self.figures = InstanceFigures(instance)
+        self.wall_time_s = wall_time_s
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._bridge = OutputBridge(self._loop)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._live_transfers: dict[TransferId, RequestId] = {}
         self._is_shutting_down = False
-        self.retained_meter = RetainedMeter(parts.metrics.engine)
-        self.preemption_meter = PreemptionMeter(parts.metrics.engine)
-        self.read_backs = ReadBackTotals()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.parts.tokenizer
-
-    @property
-    def model(self) -> ServedModel:
-        """The model as clients see it."""
-        return self.parts.model
 
     @property
     def is_healthy(self) -> bool:
         """Whether new requests can be served."""
-        return self.parts.figures().is_alive and not self._is_shutting_down
+        return self.instance.engine.failure is None and not self._is_shutting_down
 
     def begin_shutdown(self) -> None:
         """Refuse new requests, those on open connections too."""
@@ -168,7 +81,7 @@ class InstanceService:
 
     def require_model(self, name: str | None) -> str:
         """Return the name that the answer carries. Raises ``RequestError`` (404) for another."""
-        names = self.model.names
+        names = self.model_names
         if name is None or name == "":
             return names[0]
         if name not in names:
@@ -180,34 +93,118 @@ class InstanceService:
             )
         return name
 
+    # -- prompts ------------------------------------------------------------------------------
+
     async def run_for(self, num_chars: int, work: Callable[[], Result]) -> Result:
         """Return ``work()``: here for a short text, else on a thread, so that streams go on."""
-        if num_chars <= self.parts.http.inline_tokenize_chars:
+        if num_chars <= self.instance.config.http.inline_tokenize_chars:
             return work()
         return await self._loop.run_in_executor(self._threads, work)
 
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """Return the tokens of ``text``."""
+        encode = self.tokenizer.encode
+        return await self.run_for(
+            len(text), lambda: tuple(encode(text, add_special_tokens=add_special_tokens))
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], request: ChatRequest | TokenizeRequest
+    ) -> Prompt:
+        """Return the tokens of ``messages`` as ``request`` wants them rendered.
+
+        Raises ``RequestError`` if it wants both ends, or the chat template refuses the messages.
+        """
+        continues = bool(request.continue_final_message)
+        if continues and request.add_generation_prompt:
+            raise RequestError.invalid_value(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other",
+            )
+        if not messages:
+            raise RequestError("messages must not be empty", param="messages", code="invalid_value")
+        conversation = [message.for_template(index) for index, message in enumerate(messages)]
+
+        def encode() -> Prompt:
+            text = self.tokenizer.render_chat(
+                conversation,
+                add_generation_prompt=request.add_generation_prompt is not False and not continues,
+                continue_final_message=continues,
+            )
+            add_special_tokens = bool(request.add_special_tokens)
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        num_chars = sum(len(message["content"]) for message in conversation)
+        return await self.run_for(num_chars, encode)
+
+    def checked_token_ids(self, token_ids: Sequence[int], *, param: str = "prompt") -> Prompt:
+        """Return ``token_ids``. Raises ``RequestError`` for one that the model does not have."""
+        vocabulary_size = self.instance.engine.model.vocabulary_size
+        for token in token_ids:
+            if not 0 <= token < vocabulary_size:
+                raise RequestError.invalid_value(
+                    param,
+                    f"token id {token} is not between 0 and {vocabulary_size - 1}",
+                )
+        return tuple(token_ids)
+
+    # -- generations --------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def generation(
+        self, requests: Sequence[EngineRequest], options: ChoiceOptions, num_prompt_tokens: int
+    ) -> AsyncIterator[Generation]:
+        """Run ``requests``, one a choice, for as long as the context lasts.
+
+        ``num_prompt_tokens`` counts each prompt once. Raises ``ShuttingDownError`` once the process
+        is about to end, ``RequestError`` if the engine refuses one of them.
+        """
+        if self._is_shutting_down:
+            raise ShuttingDownError("the server is shutting down")
+        instance, read_backs = self.instance, self.figures.read_backs
+        meter = RequestMeter(instance.metrics.engine, read_backs, self._clock, num_prompt_tokens)
+        choices = [self._choice(index, request, options) for index, request in enumerate(requests)]
+        live = {r.transfer.transfer_id: r.request_id for r in requests if r.transfer is not None}
+        self._live_transfers |= live
+        try:
+            async with Generation(
+                instance.engine,
+                self._bridge,
+                choices,
+                meter,
+                withdraw=instance.exchange.port.withdraw,
+            ) as generation:
+                yield generation
+        finally:
+            for transfer_id in live:
+                self._live_transfers.pop(transfer_id, None)
+
+    def _choice(self, index: int, request: EngineRequest, options: ChoiceOptions) -> Choice:
+        stream = self.tokenizer.stream(
+            skip_special_tokens=options.skip_special_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+        )
+        return Choice(index, request, stream, options)
+
+    # -- transfers ----------------------------------------------------------------------------
+
     def trusted_transfer(
-        self,
-        value: object,
-        *,
-        body: bytes,
-        signature: str | None,
+        self, value: object, request: web.Request, body: bytes
     ) -> KvTransferParams | None:
         """Return the transfer parameters in ``value``, None if there are none or not to be trusted.
 
         Raises ``RequestError`` if they are trusted and wrong, or cannot be served here.
         """
-        if value is None or not self._is_signed(value, body, signature):
+        if value is None:
+            return None
+        transfer_id = value.get("transfer_id") if isinstance(value, dict) else None
+        reason = self._why_unsigned(transfer_id, request, body)
+        if reason:
+            _log.warning("kv_transfer_params ignored", extra={"fields": {"reason": reason}})
             return None
         # Only routers and instances have the key.
-        is_from_peer = self.parts.cluster_key is not None
+        is_from_peer = self.instance.config.exchange.cluster_key is not None
         params = parse_params(value, from_peer=is_from_peer)
-        if self.parts.connector is None:
-            raise RequestError(
-                "this instance exchanges no KV: kv_transfer_params cannot be served",
-                param="kv_transfer_params",
-                code="unsupported_parameter",
-            )
         if params.transfer_id in self._live_transfers:
             raise RequestError(
                 f"transfer {params.transfer_id} is already in use here",
@@ -217,61 +214,14 @@ class InstanceService:
             )
         return params
 
-    def _is_signed(self, value: object, body: bytes, signature: str | None) -> bool:
-        transfer_id = value.get("transfer_id") if isinstance(value, dict) else None
-        reason = self._why_unsigned(transfer_id, body, signature)
-        if reason:
-            _log.warning("kv_transfer_params ignored", extra={"fields": {"reason": reason}})
-        return not reason
-
-    def _why_unsigned(self, transfer_id: object, body: bytes, signature: str | None) -> str:
-        """Return why ``body`` is not signed for ``transfer_id``, and count it; empty: it is."""
-        key = self.parts.cluster_key
-        if key is None:
-            return ""
-        try:
-            signed_id = verify(key, body, signature or "", self.parts.wall_time_s())
-        except RemoteProtocolError as error:
-            reason = str(error)
-        else:
-            if transfer_id == signed_id:
-                return ""
-            reason = "the signature is for another transfer"
-        self.parts.metrics.exchange.unsigned_params.inc()
-        return reason
-
-    def generation(self, requests: Sequence[EngineRequest]) -> Generation:
-        """Return the generation of ``requests``, to be entered.
-
-        Raises ``ShuttingDownError`` once the process is about to end.
-        """
-        if self._is_shutting_down:
-            raise ShuttingDownError("the server is shutting down")
-        return Generation(
-            self.parts.engine,
-            self._bridge,
-            requests,
-            withdraw=self._withdraw,
-        )
-
-    def note_transfer_begun(self, request: EngineRequest) -> None:
-        """``request`` takes part in a transfer from now on."""
-        if request.transfer is not None:
-            self._live_transfers[request.transfer.transfer_id] = request.request_id
-
-    def note_transfer_ended(self, request: EngineRequest) -> None:
-        """``request`` has been answered or given up."""
-        if request.transfer is not None:
-            self._live_transfers.pop(request.transfer.transfer_id, None)
-
-    def cancel_transfer(self, transfer_id: TransferId, signature: str | None) -> None:
+    def cancel_transfer(self, transfer_id: TransferId, request: web.Request) -> None:
         """End whatever this instance does for ``transfer_id``; unknown ids are ignored.
 
-        Raises ``RequestError`` (403) if there is a key and ``signature`` was not made with it.
+        Raises ``RequestError`` (403) if there is a key and ``request`` is not signed with it.
         """
-        reason = self._why_unsigned(transfer_id, b"", signature)
+        reason = self._why_unsigned(transfer_id, request, b"")
         if reason:
-            named = self.parts.user_key_file or "the cluster key"
+            named = self.instance.config.exchange.user_key_file or "the cluster key"
             raise RequestError(
                 f"{reason}: sign with {named}, in the header {SIGNATURE_HEADER}",
                 code="unsigned",
@@ -279,10 +229,27 @@ class InstanceService:
             )
         request_id = self._live_transfers.get(transfer_id)
         if request_id is not None:
-            self.parts.engine.abort(request_id)
+            self.instance.engine.abort(request_id)
         # A receive is the engine's to end: it may be about to give it blocks.
-        self._withdraw(transfer_id)
+        self.instance.exchange.port.withdraw(transfer_id)
 
-    def _withdraw(self, transfer_id: TransferId) -> None:
-        if self.parts.connector is not None:
-            self.parts.connector.withdraw(transfer_id)
+    def _why_unsigned(self, transfer_id: object, request: web.Request, body: bytes) -> str:
+        """Return why ``body`` is not signed for ``transfer_id``, and count it; empty: it is."""
+        key = self.instance.config.exchange.cluster_key
+        if key is None:
+            return ""
+        signature = request.headers.get(SIGNATURE_HEADER, "")
+        try:
+            signed_id = verify(key, body, signature, self.wall_time_s())
+        except RemoteProtocolError as error:
+            reason = str(error)
+        else:
+            if transfer_id == signed_id:
+                return ""
+            reason = "the signature is for another transfer"
+        self.instance.metrics.exchange.unsigned_params.inc()
+        return reason
+
+
+SERVICE = web.AppKey("service", InstanceService)
+"""Where the application carries its service."""

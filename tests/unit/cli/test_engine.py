@@ -9,18 +9,16 @@ from click.testing import CliRunner
 from kvferry.blocks.retention import RetentionLimits
 from kvferry.cli.engine import engine
 from kvferry.errors import ConfigError
+from kvferry.protocol.ids import Epoch, InstanceId
+from kvferry.protocol.messages import InstanceInfo
 from kvferry.server import run as server_run
 from kvferry.server.config import InstanceConfig
-from kvferry.server.run import ReadyReport
 from tests.own_key import own_key
+from tests.unit.server.fakes import LAYOUT
 
-REPORT = ReadyReport(
-    url="http://127.0.0.1:1234",
-    control_address="tcp://127.0.0.1:5",
-    instance_id="a",
-    pid=os.getpid(),
-    transport="shm",
-    num_blocks=3,
+URL = "http://127.0.0.1:1234"
+INFO = InstanceInfo(
+    InstanceId("a"), Epoch(1), "tcp://127.0.0.1:5", LAYOUT.fingerprint(), LAYOUT, "shm", (), 3, 3
 )
 
 
@@ -31,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[InstanceConfig]:
 
     def run_instance(config: InstanceConfig, clock: Any, on_ready: Any) -> None:  # noqa: ANN401
         configs.append(config)
-        on_ready(REPORT)
+        on_ready(URL, INFO)
 
     monkeypatch.setattr(server_run, "run_instance", run_instance)
     monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)

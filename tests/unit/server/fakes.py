@@ -8,12 +8,15 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
+from kvferry.blocks.pool import PoolSnapshot
 from kvferry.clock import SystemClock
-from kvferry.connector.ports import ConnectorSnapshot, HandoffOffer, PromptIdentity, ReceiveResult
+from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.ports import ConnectorSnapshot
+from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import (
     CacheReset,
     EngineRequest,
@@ -22,23 +25,35 @@ from kvferry.engine.request import (
     RequestReport,
     TokenOutput,
 )
+from kvferry.engine.runner import EngineSnapshot
 from kvferry.engine.tokenizer import DetokenizerStream
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, RequestId, TransferId
+from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
 from kvferry.protocol.user_key import UserKeyFile
 from kvferry.server.app import HttpServer, build_app
-from kvferry.server.config import HttpConfig
-from kvferry.server.retained import RetainedFigures
-from kvferry.server.service import InstanceService, ServedModel, ServiceParts
+from kvferry.server.config import HttpConfig, InstanceConfig
+from kvferry.server.instance import Instance
+from kvferry.server.service import InstanceService
 
 EOS = 256
 VOCAB_SIZE = 257
 WALL_TIME_S = 1_900_000_000.0
 PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:5555")
+IDLE = EngineSnapshot(
+    num_running=0,
+    num_waiting=0,
+    num_receiving=0,
+    pool=PoolSnapshot(
+        num_blocks=10, num_free=10, num_cached=0, num_retained=0, num_retained_evicted=0
+    ),
+    num_preemptions=0,
+    num_conversations=0,
+    retention_ends={},
+)
 
 
 class ByteTokenizer:
@@ -46,8 +61,6 @@ class ByteTokenizer:
 
     digest = "bytes"
     chat_template_digest = "template"
-    vocab_size = VOCAB_SIZE
-    eos_token_ids = (EOS,)
 
     def __init__(self) -> None:
         self.encoding_threads: list[str] = []
@@ -89,18 +102,6 @@ class ByteTokenizer:
             skipped_ids=frozenset({EOS}) if skip_special_tokens else frozenset(),
             context_token_ids=prompt_token_ids[-5:],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 10
-    num_free_blocks: int = 10
-    is_alive: bool = True
-    num_blind_links: int = 0
-    num_preemptions: int = 0
-    retained: RetainedFigures = field(default_factory=RetainedFigures)
 
 
 Script = Callable[[EngineRequest], Sequence[TokenOutput]]
@@ -151,6 +152,12 @@ def report_of(request: EngineRequest) -> RequestReport:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    max_model_len: int = 100
+    vocabulary_size: int = VOCAB_SIZE
+
+
 @dataclass(slots=True)
 class ScriptedEngine:
     """Answers by ``script`` on a thread of its own; without one, when the test says ``emit``."""
@@ -161,6 +168,9 @@ class ScriptedEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
     num_cache_resets: int = 0
+    state: EngineSnapshot = IDLE
+    failure: str | None = None
+    model: ServedModel = field(default_factory=ServedModel)
     _callbacks: dict[RequestId, OutputCallback] = field(default_factory=dict)
     _changed: threading.Event = field(default_factory=threading.Event)
     _loop_events: list[asyncio.Event] = field(default_factory=list)
@@ -187,6 +197,9 @@ class ScriptedEngine:
                     report=report_of(request),
                 )
             )
+
+    def snapshot(self) -> EngineSnapshot:
+        return self.state
 
     def reset_prefix_cache(self) -> CacheReset:
         self.num_cache_resets += 1
@@ -244,32 +257,8 @@ class FakeConnector:
         self.withdrawn.append(transfer_id)
         self.withdrawals.set()
 
-    def end_receive(self, transfer_id: TransferId, *, needed: bool) -> None:
-        raise AssertionError("the engine's to call")
-
     def snapshot(self) -> ConnectorSnapshot:
         return ConnectorSnapshot(num_handoffs_held=2)
-
-    def begin_receive(
-        self, transfer_id: TransferId, peer: PeerAddress, prompt: PromptIdentity
-    ) -> None:
-        raise AssertionError("the engine's to call")
-
-    def receive(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], first_block: int
-    ) -> None:
-        raise AssertionError("the engine's to call")
-
-    def take_results(self) -> list[ReceiveResult]:
-        raise AssertionError("the engine's to call")
-
-    def offer(
-        self, transfer_id: TransferId, blocks: Sequence[BlockNumber], prompt: PromptIdentity
-    ) -> HandoffOffer:
-        raise AssertionError("the engine's to call")
-
-    def give_up_oldest(self, num_blocks: int) -> int:
-        raise AssertionError("the engine's to call")
 
 
 def hands_over(text: str) -> Script:
@@ -315,6 +304,25 @@ LAYOUT = KVLayout(
 )
 
 
+class FakeExchange:
+    def __init__(self, port: FakeConnector) -> None:
+        self.port = port
+
+    def info(self) -> InstanceInfo:
+        address, fingerprint = "tcp://127.0.0.1:5556", LAYOUT.fingerprint()
+        return InstanceInfo(
+            InstanceId("tiny-0"), Epoch(9), address, fingerprint, LAYOUT, "shm", ("pull",), 10, 8
+        )
+
+
+class FakeTransport:
+    def __init__(self) -> None:
+        self.blind_links = 0
+
+    def num_blind_links(self) -> int:
+        return self.blind_links
+
+
 @dataclass(slots=True)
 class Served:
     """A running server and everything behind it."""
@@ -322,12 +330,11 @@ class Served:
     engine: ScriptedEngine
     tokenizer: ByteTokenizer
     connector: FakeConnector
-    metrics: Metrics
+    transport: FakeTransport
     client: aiohttp.ClientSession
     server: HttpServer
     service: InstanceService
     url: str
-    figures: Figures = field(default_factory=Figures)
 
     async def post(self, path: str, body: object) -> tuple[int, Any]:
         async with self.client.post(path, json=body) as response:
@@ -354,39 +361,34 @@ async def serve(
     http: HttpConfig | None = None,
     cluster_key: bytes | None = None,
     user_key_file: UserKeyFile | None = None,
-    with_connector: bool = True,
 ) -> AsyncIterator[Served]:
-    tokenizer, connector, metrics = ByteTokenizer(), FakeConnector(), Metrics()
-    config = http or HttpConfig(shutdown_timeout_s=1.0)
-    served: Served
-
-    def describe() -> InstanceInfo:
-        address, fingerprint = "tcp://127.0.0.1:5556", LAYOUT.fingerprint()
-        return InstanceInfo(
-            InstanceId("tiny-0"), Epoch(9), address, fingerprint, LAYOUT, "shm", ("pull",), 10, 8
-        )
-
-    parts = ServiceParts(
-        engine=engine,
-        figures=lambda: served.figures,
-        tokenizer=tokenizer,
-        connector=connector if with_connector else None,
-        describe=describe,
-        model=ServedModel(
-            names=("tiny", "alias"), max_model_len=100, vocab_size=VOCAB_SIZE, created_s=5
+    tokenizer, connector, transport = ByteTokenizer(), FakeConnector(), FakeTransport()
+    config = InstanceConfig(
+        model="tiny",
+        engine=EngineConfig(),
+        exchange=ExchangeConfig(
+            instance_id=InstanceId("tiny-0"),
+            epoch=Epoch(9),
+            cluster_key=cluster_key,
+            user_key_file=user_key_file,
         ),
-        metrics=metrics,
-        clock=SystemClock(),
-        wall_time_s=lambda: WALL_TIME_S,
-        http=config,
-        cluster_key=cluster_key,
-        user_key_file=user_key_file,
+        http=http or HttpConfig(shutdown_timeout_s=1.0),
+        served_model_names=("tiny", "alias"),
     )
-    service = InstanceService(parts, asyncio.get_running_loop())
-    server = HttpServer(build_app(service), config)
+    instance = Instance(
+        config=config,
+        tokenizer=cast(Any, tokenizer),
+        engine=cast(Any, engine),
+        exchange=cast(Any, FakeExchange(connector)),
+        transport=cast(Any, transport),
+        metrics=Metrics(),
+        parts=contextlib.ExitStack(),
+    )
+    service = InstanceService(instance, SystemClock(), wall_time_s=lambda: WALL_TIME_S)
+    server = HttpServer(build_app(service), config.http)
     url = await server.start()
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as client:
-        served = Served(engine, tokenizer, connector, metrics, client, server, service, url)
+        served = Served(engine, tokenizer, connector, transport, client, server, service, url)
         try:
             yield served
         finally:

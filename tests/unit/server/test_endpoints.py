@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
+from kvferry.blocks.pool import PoolSnapshot
 from kvferry.server.config import HttpConfig
-from kvferry.server.retained import RetainedFigures
-from tests.unit.server.fakes import Figures, ScriptedEngine, says, serve
+from tests.unit.server.fakes import IDLE, ScriptedEngine, says, serve
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:
@@ -53,7 +55,7 @@ async def test_health_follows_the_engine() -> None:
     async with serve(ScriptedEngine()) as served:
         async with served.client.get("/health") as response:
             assert response.status == 200
-        served.figures = Figures(is_alive=False)
+        served.engine.failure = "it broke"
         async with served.client.get("/health") as response:
             assert response.status == 503
 
@@ -72,7 +74,9 @@ async def test_a_server_about_to_end_refuses_and_is_unhealthy() -> None:
 async def test_metrics_count_requests_and_tokens() -> None:
     async with serve(ScriptedEngine(says("abc"))) as served:
         await served.post("/v1/completions", {"prompt": "ab"})
-        served.figures = Figures(num_running=2, num_waiting=1, num_free_blocks=4)
+        served.engine.state = replace(
+            IDLE, num_running=2, num_waiting=1, pool=replace(IDLE.pool, num_free=4)
+        )
         async with served.client.get("/metrics") as response:
             assert response.content_type == "text/plain"
             lines = (await response.text()).splitlines()
@@ -93,7 +97,7 @@ async def test_metrics_count_requests_and_tokens() -> None:
 async def test_a_preemption_is_counted_before_its_request_ends() -> None:
     async with serve(ScriptedEngine()) as served:
         for total in (2, 2, 5):
-            served.figures = Figures(num_preemptions=total)
+            served.engine.state = replace(IDLE, num_preemptions=total)
             async with served.client.get("/metrics") as response:
                 lines = (await response.text()).splitlines()
             assert f"kvferry_num_preemptions_total {total}.0" in lines
@@ -101,18 +105,18 @@ async def test_a_preemption_is_counted_before_its_request_ends() -> None:
 
 async def test_metrics_show_peers_whose_death_could_not_be_proven() -> None:
     async with serve(ScriptedEngine()) as served:
-        served.figures = Figures(num_blind_links=2)
+        served.transport.blind_links = 2
         async with served.client.get("/metrics") as response:
             assert "kvferry_blind_links 2.0" in (await response.text()).splitlines()
 
 
 async def test_metrics_show_what_is_retained() -> None:
     async with serve(ScriptedEngine()) as served:
-        for figures in (
-            RetainedFigures(2, 6, 0.6, num_evicted=3, ends={"expired": 4, "cap": 1}),
-            RetainedFigures(1, 5, 0.5, num_evicted=5, ends={"expired": 6, "cap": 1}),
+        for pool, ends in (
+            (PoolSnapshot(10, 10, 8, 6, 3), {"expired": 4, "cap": 1}),
+            (PoolSnapshot(10, 10, 8, 5, 5), {"expired": 6, "cap": 1}),
         ):
-            served.figures = Figures(retained=figures)
+            served.engine.state = replace(IDLE, pool=pool, num_conversations=2, retention_ends=ends)
             async with served.client.get("/metrics") as response:
                 lines = (await response.text()).splitlines()
     for line in (

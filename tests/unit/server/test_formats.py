@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 
-from kvferry.engine.request import RequestReport
+from kvferry.engine.request import EngineRequest, RequestReport
+from kvferry.engine.tokenizer import DetokenizerStream
+from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import PrefillReport
-from kvferry.server.formats import Choice, extras_of, usage_of
+from kvferry.server.formats import reports_of, usage_of
+from kvferry.server.generation import Choice, ChoiceOptions
 
 _DECODED = RequestReport(
     arrived_s=1.0, num_prompt_tokens=1000, num_cached_tokens=900, num_received_tokens=100
@@ -21,8 +24,11 @@ _READ_BACK = PrefillReport(
 )
 
 
-def _choice(report: RequestReport) -> Choice:
-    return Choice(index=0, prompt_token_ids=(), report=report)
+def _choice(report: RequestReport | None) -> Choice:
+    request = EngineRequest(request_id=RequestId("r"), prompt_token_ids=())
+    choice = Choice(0, request, DetokenizerStream(lambda ids: ""), ChoiceOptions())
+    choice.report = report
+    return choice
 
 
 def _recomputed(count: int) -> RequestReport:
@@ -49,7 +55,7 @@ def test_cached_tokens_are_those_that_nobody_computed(report: RequestReport, cac
 
 def test_the_prefill_part_of_a_report_is_shown_whole() -> None:
     report = dataclasses.replace(_DECODED, prefill=_READ_BACK)
-    shown = extras_of([_choice(report)], with_report=True)["kv_report"]
+    shown = reports_of([_choice(report)])["kv_report"]
     assert shown["prefill"] == {
         "num_cached_tokens": 160,
         "num_read_back_tokens": 640,
@@ -59,9 +65,8 @@ def test_the_prefill_part_of_a_report_is_shown_whole() -> None:
         "read_back_s": 0.0,
         "compute_s": 0.0,
     }
-    assert extras_of([_choice(_DECODED)], with_report=True)["kv_report"]["prefill"] is None
+    assert reports_of([_choice(_DECODED)])["kv_report"]["prefill"] is None
 
 
 def test_a_choice_without_a_report_shows_none() -> None:
-    choice = Choice(index=0, prompt_token_ids=())
-    assert extras_of([choice], with_report=True) == {"kv_report": None}
+    assert reports_of([_choice(None)]) == {"kv_report": None}

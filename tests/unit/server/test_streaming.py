@@ -6,7 +6,7 @@ from aiohttp import web
 from kvferry.engine.request import FinishReason
 from kvferry.server.app import HttpServer
 from kvferry.server.config import HttpConfig
-from kvferry.server.streaming import EventStream
+from kvferry.server.responses import EventStream
 from tests.unit.server.fakes import ScriptedEngine, parse_events, says, serve
 
 COMPLETIONS = "/v1/completions"

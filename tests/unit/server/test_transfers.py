@@ -99,13 +99,6 @@ async def test_wrong_transfers_are_refused(fields: dict[str, Any], param: str) -
     assert answer["error"]["param"] == param
 
 
-async def test_an_instance_that_exchanges_nothing_says_so() -> None:
-    async with serve(ScriptedEngine(says("x")), with_connector=False) as served:
-        status, answer = await served.post(COMPLETIONS, body(PREFILL))
-    assert status == 400
-    assert "exchanges no KV" in answer["error"]["message"]
-
-
 async def test_a_transfer_id_in_use_is_refused_and_can_be_cancelled() -> None:
     async with serve(ScriptedEngine()) as served:
         first = asyncio.create_task(served.post(COMPLETIONS, body(DECODE)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.protocol.prefill_report import PrefillReport
-from kvferry.server.read_backs import ReadBackTotals
+from kvferry.server.figures import ReadBackTotals
 
 
 def test_what_came_and_what_was_computed_instead_are_added_up() -> None:

@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.request import FinishReason, RequestReport, TokenOutput
+from kvferry.engine.request import EngineRequest, FinishReason, RequestReport, TokenOutput
 from kvferry.engine.tokenizer import DetokenizerStream
 from kvferry.protocol.ids import RequestId
-from kvferry.server.output import ChoiceAssembler, ChoiceOptions, Delta, StopMatcher
+from kvferry.server.generation import Choice, ChoiceOptions, Delta, StopMatcher
 
 NAME = RequestId("r")
 REPORT = RequestReport(arrived_s=0.0)
@@ -75,9 +75,10 @@ def test_the_stop_is_shown_where_asked_for() -> None:
     assert matcher.feed("ND 2") == ("END", "END")
 
 
-def assembler(**options: object) -> ChoiceAssembler:
+def assembler(**options: object) -> Choice:
+    request = EngineRequest(request_id=NAME, prompt_token_ids=())
     stream = DetokenizerStream(lambda ids: bytes(ids).decode(errors="replace"))
-    return ChoiceAssembler(stream, ChoiceOptions(**options))  # type: ignore[arg-type]
+    return Choice(0, request, stream, ChoiceOptions(**options))  # type: ignore[arg-type]
 
 
 def token(text: str, reason: FinishReason | None = None) -> TokenOutput:
@@ -85,7 +86,7 @@ def token(text: str, reason: FinishReason | None = None) -> TokenOutput:
     return TokenOutput(request_id=NAME, token_id=ord(text), finish_reason=reason, report=report)
 
 
-def run(choice: ChoiceAssembler, outputs: list[TokenOutput]) -> list[Delta]:
+def run(choice: Choice, outputs: list[TokenOutput]) -> list[Delta]:
     return [delta for delta in map(choice.feed, outputs) if delta is not None]
 
 

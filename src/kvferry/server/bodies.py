@@ -1,8 +1,8 @@
-"""Bodies of requests as typed structures, and the rules that their values obey.
+"""Bodies of requests: OpenAI's and vLLM's fields, and the rules that their values obey.
 
-Names and defaults are OpenAI's and vLLM's. Fields that are known and not supported are refused by
-name unless they hold what they would do nothing with; unknown fields are ignored, since clients
-send many. Knows no engine state.
+Defaults are vLLM's neutral ones, whatever the model's generation config proposes. Fields that are
+known and not supported are refused by name unless they hold what they would do nothing with;
+unknown fields are ignored, since clients send many. Knows no engine state.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.engine.request import MAX_LOGPROBS, SAMPLING_BOUNDS, Bounds, SamplingParams
 from kvferry.errors import RequestError
 
-DEFAULT_COMPLETION_TOKENS = 16
+MAX_CHOICES = 128
+"""Of one request, over all its prompts."""
+_COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Fields whose defaults are the engine's own."""
+_DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where none is given, as OpenAI and vLLM have it."""
+_MAX_STOP_STRINGS = 64
+_MAX_STOP_STRING_CHARS = 1024
+_MAX_CACHE_SALT_CHARS = 1024
+_MAX_SEED = 2**63
 
 _JSON_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
@@ -126,6 +135,16 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Most tokens of the answer."""
+        return _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report of each token; None: no log probabilities."""
+        return self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """Return each prompt, as text or as token ids. Raises ``RequestError`` if there is none."""
         prompt = self.prompt
@@ -137,23 +156,16 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 param="prompt",
                 code="missing_required_parameter",
             )
-        if isinstance(prompt[0], int):
-            return [[_token_id(token) for token in prompt]]
-        if any(isinstance(item, int) for item in prompt):
-            raise _mixed_prompt()
+        token_ids = [item for item in prompt if isinstance(item, int)]
+        if len(token_ids) == len(prompt):
+            return [token_ids]
+        if token_ids:
+            raise RequestError(
+                "prompt must not mix token ids with texts or lists",
+                param="prompt",
+                code="invalid_type",
+            )
         return [item for item in prompt if not isinstance(item, int)]
-
-
-def _token_id(token: str | int | list[int]) -> int:
-    if not isinstance(token, int):
-        raise _mixed_prompt()
-    return token
-
-
-def _mixed_prompt() -> RequestError:
-    return RequestError(
-        "prompt must not mix token ids with texts or lists", param="prompt", code="invalid_type"
-    )
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -208,6 +220,21 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Most tokens of the answer; None: as many as the context allows."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``CompletionRequest``. Raises ``RequestError`` for a number without the switch."""
+        if not self.logprobs and self.top_logprobs:
+            raise RequestError.invalid_value(
+                "top_logprobs", "top_logprobs needs logprobs to be true"
+            )
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /tokenize``: a prompt, or messages for the chat template."""
@@ -241,8 +268,9 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
         raise RequestError(
             f"the request body is not valid JSON: {error}", code="invalid_json"
         ) from error
-    if isinstance(parsed, UnsupportedFields):
-        refuse_unsupported(parsed)
+    if isinstance(parsed, GenerationFields):
+        _refuse_unsupported(parsed)
+        _check_values(parsed)
     return parsed
 
 
@@ -257,7 +285,7 @@ def _validation_error(message: str) -> RequestError:
     return RequestError(f"{where}{what}", param=path or None, code="invalid_type")
 
 
-def refuse_unsupported(request: UnsupportedFields) -> None:
+def _refuse_unsupported(request: UnsupportedFields) -> None:
     """Raise ``RequestError`` for the first field in use that is not supported."""
     for name in UnsupportedFields.__struct_fields__:
         value = getattr(request, name)
@@ -267,3 +295,60 @@ def refuse_unsupported(request: UnsupportedFields) -> None:
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+_BOUNDS = SAMPLING_BOUNDS | {
+    "max_completion_tokens": Bounds(1),
+    "n": Bounds(1, MAX_CHOICES),
+    "seed": Bounds(-_MAX_SEED, _MAX_SEED - 1),
+    "top_logprobs": Bounds(0, MAX_LOGPROBS),
+}
+
+
+def _check_values(request: GenerationFields) -> None:
+    """Raise ``RequestError`` naming the first field whose value is out of its bounds."""
+    for name, bounds in _BOUNDS.items():
+        # Chats have logprobs too, as true or false; neither is out of bounds.
+        bounds.check(name, getattr(request, name, None))
+    stop = request.stop_strings
+    if len(stop) > _MAX_STOP_STRINGS:
+        raise RequestError.invalid_value(
+            "stop", f"stop must have at most {_MAX_STOP_STRINGS} texts, not {len(stop)}"
+        )
+    if any(not 0 < len(text) <= _MAX_STOP_STRING_CHARS for text in stop):
+        raise RequestError.invalid_value(
+            "stop", f"stop must have texts of 1 to {_MAX_STOP_STRING_CHARS} characters"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError.invalid_value(
+            "stream_options", "stream_options is for streamed answers: set stream to true"
+        )
+    if len(request.cache_salt or "") > _MAX_CACHE_SALT_CHARS:
+        raise RequestError.invalid_value(
+            "cache_salt", f"cache_salt must have at most {_MAX_CACHE_SALT_CHARS} characters"
+        )
+
+
+def sampling_params(request: CompletionRequest | ChatRequest, choice: int) -> SamplingParams:
+    """Return the sampling parameters of choice number ``choice``; seeds differ by that number.
+
+    Raises ``RequestError`` for values that contradict each other.
+    """
+    max_tokens = request.max_answer_tokens
+    min_tokens = request.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError.invalid_value(
+            "min_tokens", f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})"
+        )
+    given = {name: getattr(request, name) for name in _COPIED}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        top_k=max(0, request.top_k or 0),
+        # Wrapped, so that the largest seed has successors too.
+        seed=None if request.seed is None else (request.seed + choice) % _MAX_SEED,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=request.num_logprobs,
+    )
