@@ -8,21 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry.clock import Clock, SystemClock
-from kvferry.cluster.plan import (
-    PlannedInstance,
-    engine_arguments,
-    plan_instances,
-    router_arguments,
-)
-from kvferry.cluster.process import ManagedProcess
-from kvferry.cluster.topology import RouterTopology, Topology
+from kvferry.cluster.plan import engine_arguments, plan_instances, router_arguments
+from kvferry.cluster.process import ManagedProcess, ReadyReport
+from kvferry.cluster.topology import Topology
 from kvferry.protocol.params import Role
 
 Progress = Callable[[str], None]
@@ -124,19 +119,13 @@ class Supervisor:
 
         Raises ``ClusterError`` naming the process that died or was not ready in time.
         """
-        planned = plan_instances(self._topology, _available_cores())
-        started = [await self._start_instance(plan) for plan in planned]
-        instances = await self._wait_all(planned, started)
-        started_routers = [
-            await self._start_router(f"router{f'-{number}' if number else ''}", router, instances)
-            for number, router in enumerate(self._topology.routers)
-        ]
-        first, *further = [await self._wait_router(process) for process in started_routers]
+        instances = await self._start_instances()
+        routers = await self._start_routers(instances)
         return Deployment(
-            router_url=first.url,
-            router_pid=first.pid,
-            instances=tuple(instances),
-            further_routers=tuple(further),
+            router_url=routers[0].url,
+            router_pid=routers[0].pid,
+            instances=instances,
+            further_routers=routers[1:],
         )
 
     async def watch(self) -> None:
@@ -169,51 +158,16 @@ class Supervisor:
         await asyncio.gather(*(process.stop(grace_s) for process in self._routers))
         await asyncio.gather(*(process.stop(grace_s) for process in self._processes))
 
-    def _new_process(self, name: str) -> ManagedProcess:
-        process = ManagedProcess(name, self._run_folder, self._clock)
-        self._processes.append(process)
-        return process
-
-    async def _start_router(
-        self, name: str, router: RouterTopology, instances: list[RunningInstance]
-    ) -> ManagedProcess:
-        process = self._new_process(name)
-        self._routers.append(process)
-        by_role = {
-            role: [instance.url for instance in instances if instance.role is role] for role in Role
-        }
-        arguments = router_arguments(
-            self._topology.host,
-            router,
-            prefill=by_role[Role.PREFILL],
-            decode=by_role[Role.DECODE],
-            ready_path=process.ready_path,
-        )
-        await process.start([*self._config.program, *arguments])
-        return process
-
-    async def _wait_router(self, process: ManagedProcess) -> RunningRouter:
-        ready = await process.wait_ready(self._config.ready_deadline_s)
-        self._on_progress(f"{process.name} ready at {ready.url}")
-        return RunningRouter(name=process.name, url=ready.url, pid=process.pid)
-
-    async def _start_instance(self, plan: PlannedInstance) -> ManagedProcess:
-        process = self._new_process(plan.name)
-        arguments = engine_arguments(self._topology, plan.group, plan.name, process.ready_path)
-        await process.start([*self._config.program, *arguments], plan.cores)
-        return process
-
-    async def _wait_all(
-        self, planned: list[PlannedInstance], started: list[ManagedProcess]
-    ) -> list[RunningInstance]:
-        """Wait for all at once; the first that fails ends the wait."""
-        begun_s = self._clock.monotonic_s()
-
-        async def wait_one(plan: PlannedInstance, process: ManagedProcess) -> RunningInstance:
-            ready = await process.wait_ready(self._config.ready_deadline_s)
-            taken_s = self._clock.monotonic_s() - begun_s
-            self._on_progress(f"{plan.name} ready at {ready.url} after {taken_s:.1f} s")
-            return RunningInstance(
+    async def _start_instances(self) -> tuple[RunningInstance, ...]:
+        planned = plan_instances(self._topology, _available_cores())
+        started = []
+        for plan in planned:
+            process = self._new_process(plan.name)
+            arguments = engine_arguments(self._topology, plan.group, plan.name, process.ready_path)
+            await process.start([*self._config.program, *arguments], plan.cores)
+            started.append(process)
+        return tuple(
+            RunningInstance(
                 name=plan.name,
                 role=plan.role,
                 url=ready.url,
@@ -221,13 +175,50 @@ class Supervisor:
                 control_address=ready.control_address,
                 cores=plan.cores,
             )
+            for plan, process, ready in zip(
+                planned, started, await self._wait_ready(started), strict=True
+            )
+        )
 
-        waits = [
-            asyncio.ensure_future(wait_one(plan, process))
-            for plan, process in zip(planned, started, strict=True)
-        ]
+    async def _start_routers(
+        self, instances: Sequence[RunningInstance]
+    ) -> tuple[RunningRouter, ...]:
+        urls = {role: [each.url for each in instances if each.role is role] for role in Role}
+        for number, router in enumerate(self._topology.routers):
+            process = self._new_process(f"router-{number}" if number else "router")
+            self._routers.append(process)
+            arguments = router_arguments(
+                self._topology.host,
+                router,
+                prefill=urls[Role.PREFILL],
+                decode=urls[Role.DECODE],
+                ready_path=process.ready_path,
+            )
+            await process.start([*self._config.program, *arguments])
+        reports = await self._wait_ready(self._routers)
+        return tuple(
+            RunningRouter(name=process.name, url=ready.url, pid=process.pid)
+            for process, ready in zip(self._routers, reports, strict=True)
+        )
+
+    def _new_process(self, name: str) -> ManagedProcess:
+        process = ManagedProcess(name, self._run_folder, self._clock)
+        self._processes.append(process)
+        return process
+
+    async def _wait_ready(self, processes: Sequence[ManagedProcess]) -> list[ReadyReport]:
+        """Wait for all at once; the first that fails ends the wait."""
+        begun_s = self._clock.monotonic_s()
+
+        async def wait_one(process: ManagedProcess) -> ReadyReport:
+            ready = await process.wait_ready(self._config.ready_deadline_s)
+            taken_s = self._clock.monotonic_s() - begun_s
+            self._on_progress(f"{process.name} ready at {ready.url} after {taken_s:.1f} s")
+            return ready
+
+        waits = [asyncio.ensure_future(wait_one(process)) for process in processes]
         try:
-            return list(await asyncio.gather(*waits))
+            return await asyncio.gather(*waits)
         finally:
             for wait in waits:
                 wait.cancel()
