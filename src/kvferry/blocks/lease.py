@@ -38,10 +38,10 @@ def reader_deadline_s(
 class LeaseLimits:
     """Caps on what peers may ask for."""
 
-    max_duration_s: float = 480.0
-    max_renewals: int = 64
+    max_duration_s: float
+    max_renewals: int
     """Renewals that lengthen a lease, over its whole life."""
-    max_share_per_peer: float = 0.5
+    max_share_per_peer: float
     """Share of the pool, 0 to 1, that the leases of one owner may cover together."""
 
     def __post_init__(self) -> None:

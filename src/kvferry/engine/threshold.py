@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvferry.clock import Clock
+from kvferry.connector.config import DEFAULT_RECOMPUTE_THRESHOLD_TOKENS
 from kvferry.protocol.ids import InstanceId
 
-DEFAULT_THRESHOLD_TOKENS = 64
 MAX_SAMPLES = 32
 SAMPLE_LIFE_S = 60.0
 """Older ones are forgotten, so that a link that has recovered is tried again."""
@@ -64,8 +64,8 @@ class RecomputeThreshold:
 
     def __init__(self, tokens: int | None, clock: Clock) -> None:
         """Moves from ``tokens`` on. None: moves what costs less to move than to compute, by peer;
-        until both are known, from ``DEFAULT_THRESHOLD_TOKENS`` on."""
-        self._tokens = DEFAULT_THRESHOLD_TOKENS if tokens is None else tokens
+        until both are known, from ``DEFAULT_RECOMPUTE_THRESHOLD_TOKENS`` on."""
+        self._tokens = DEFAULT_RECOMPUTE_THRESHOLD_TOKENS if tokens is None else tokens
         self._is_measured = tokens is None
         self._clock = clock
         self._compute = CostLine(clock)

@@ -182,7 +182,9 @@ def test_a_lease_of_no_blocks_is_as_good_as_any(holder: Holder) -> None:
 )
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):
-        LeaseLimits(**limits)  # type: ignore[arg-type]
+        LeaseLimits(
+            **{"max_duration_s": 30, "max_renewals": 2, "max_share_per_peer": 0.5, **limits}  # type: ignore[arg-type]
+        )
 
 
 @pytest.mark.parametrize("duration_s", [0.0, 0.01, 1.0, 30.0, 480.0, 86_400.0])

@@ -107,7 +107,7 @@ def test_a_pool_under_pressure_gives_the_oldest_conversations_tail_first(
 
 
 def test_blocks_under_a_readers_lease_are_skipped(instance: Instance) -> None:
-    leases = LeaseTable(instance.pool, instance.clock, LeaseLimits(max_share_per_peer=1.0))
+    leases = LeaseTable(instance.pool, instance.clock, LeaseLimits(60, 0, 1.0))
     instance.turn("abcd")
     instance.turn("xyz")
     found = instance.pool.acquire_cached(chain("abc"))
