@@ -32,7 +32,7 @@ from kvferry.doctor.facts import (
 )
 from kvferry.doctor.handoffs import HandoffProbe
 from kvferry.doctor.questions import Questions
-from kvferry.errors import ConfigError, PeerUnreachableError
+from kvferry.errors import ConfigError
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LOOK_UP_S = 2.0
@@ -71,7 +71,7 @@ async def examine(assignment: Assignment, rng: random.Random, say: Say) -> Deplo
 
 async def _asked(questions: Questions, assignment: Assignment) -> DeploymentFacts:
     """Return what routers and instances answer; no handoff is tried."""
-    found = await asyncio.gather(*(_router(questions, url) for url in assignment.urls))
+    found = await asyncio.gather(*map(questions.router, assignment.urls))
     routers = tuple(router for router in found if router is not None)
     given = assignment.control_addresses
     targets = _targets(assignment, routers).items()
@@ -86,13 +86,6 @@ async def _asked(questions: Questions, assignment: Assignment) -> DeploymentFact
         has_cluster_key=assignment.cluster_key is not None,
         host=host_facts() if is_here else None,
     )
-
-
-async def _router(questions: Questions, url: str) -> RouterFacts | None:
-    try:
-        return await questions.router(url)
-    except PeerUnreachableError:
-        return None  # Said when it is asked as an instance.
 
 
 def _targets(assignment: Assignment, routers: tuple[RouterFacts, ...]) -> dict[str, str | None]:

@@ -109,11 +109,11 @@ class Questions:
         return await self.ports.find_out(address, self.http.timeout_s)
 
     async def router(self, url: str) -> RouterFacts | None:
-        """Return the fleet of the router at ``url``, None if there is no router.
-
-        Raises ``PeerUnreachableError`` if nothing answers.
-        """
-        reply = await self.http.ask(f"{url}/kvferry/fleet")
+        """Return the fleet of the router at ``url``, None if no router answers there."""
+        try:
+            reply = await self.http.ask(f"{url}/kvferry/fleet")
+        except PeerUnreachableError:
+            return None  # Said when it is asked as an instance.
         fleet = _decoded(reply, _Fleet)
         if fleet is None:
             return None
