@@ -14,13 +14,13 @@ import aiohttp
 import msgspec
 
 from kvferry.client.http_client import HttpClient
+from kvferry.client.sse import END, EventReader, data_of
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError, PeerUnreachableError
 from kvferry.protocol.client_headers import MODE_HEADER
 from kvferry.protocol.params import REPORT_FIELD
 from kvferry.protocol.prefill_report import PrefillReport
 
-_END = b"[DONE]"
 _MAX_ERROR_CHARS = 500
 _MAX_ANSWER_S = 300.0
 """Of an answer that is not streamed."""
@@ -233,7 +233,7 @@ class CompletionClient:
                 await _require_success(url, response)
                 async for data, now_s in self._events(response):
                     first_byte_s = first_byte_s or now_s
-                    is_complete = data == _END
+                    is_complete = data == END
                     if is_complete:
                         break
                     collector.add(data, now_s)
@@ -288,16 +288,12 @@ class CompletionClient:
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[tuple[bytes, float]]:
         """Yield the data of each server-sent event and the time at which it was complete."""
-        buffer = b""
+        reader = EventReader()
         async for piece in response.content.iter_any():
             now_s = self._clock.monotonic_s()
-            buffer += piece.replace(b"\r\n", b"\n")
-            *events, buffer = buffer.split(b"\n\n")
-            for event in events:
-                lines = event.split(b"\n")
-                data = [line[5:].removeprefix(b" ") for line in lines if line[:5] == b"data:"]
-                if data:
-                    yield b"\n".join(data), now_s
+            for event in reader.feed(piece):
+                if data := data_of(event):
+                    yield data, now_s
 
 
 def _headers(mode: str | None, further: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 from multidict import CIMultiDict
 
+from kvferry.client.sse import END, EventReader, data_of
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Mode, Role
 from kvferry.protocol.receive_note import RECEIVE_HEADER, noted_outcome, without_note
@@ -28,7 +29,6 @@ from kvferry.router.fleet.silence import LegWait
 from kvferry.router.headers import answer_headers
 from kvferry.router.metrics import Outcome
 from kvferry.router.request.state import RequestState
-from kvferry.router.sse import END, EventReader, data_of
 from kvferry.router.upstream import (
     LegAnswer,
     LegFailedError,

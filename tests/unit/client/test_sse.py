@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.sse import EventReader, data_of
+from kvferry.client.sse import EventReader, data_of
 
 _STREAM = b"data: one\n\n: note\n\ndata: two\ndata:2\nid: 3\n\ndata: [DONE]\n\n"
 _DATA = [b"one", b"", b"two\n2", b"[DONE]"]
