@@ -34,7 +34,7 @@ from kvferry.engine.request import (
 from kvferry.errors import ConfigError, EngineError, RequestError
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import Role
+from kvferry.protocol.params import TRANSFER_FIELD, Role
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class Engine:
         if request.transfer is not None and not self._has_connector:
             raise RequestError(
                 "kv_transfer_params need an instance that exchanges KV; this one does not",
-                param="kv_transfer_params",
+                param=TRANSFER_FIELD,
             )
         live = self._admit(request, on_output, max_total_tokens)
         receives = self._core.receives
@@ -354,7 +354,7 @@ class Engine:
         token_id = transfer.first_token.token_id
         if not 0 <= token_id < self._limits.vocabulary_size:
             raise RequestError.invalid_value(
-                "kv_transfer_params",
+                TRANSFER_FIELD,
                 f"kv_transfer_params.first_token.token_id {token_id} is not in the vocabulary",
             )
         live.token_ids.append(token_id)

@@ -21,7 +21,7 @@ from kvferry.engine.request import EngineRequest
 from kvferry.errors import EngineError, RequestError
 from kvferry.protocol.client_headers import refuse_unknown_headers
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams, Role
+from kvferry.protocol.params import PROGRESS_FIELD, KvTransferParams, Role
 from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
 from kvferry.server.bodies import (
     MAX_CHOICES,
@@ -213,7 +213,7 @@ class _Run:
         for _, delta in deltas:
             if delta.num_computed_tokens is not None:
                 yield {
-                    "kv_progress": {
+                    PROGRESS_FIELD: {
                         "num_computed_tokens": delta.num_computed_tokens,
                         "num_prompt_tokens": self.num_prompt_tokens,
                     }

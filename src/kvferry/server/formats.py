@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvferry.engine.request import RequestReport
-from kvferry.protocol.params import emit_params
+from kvferry.protocol.params import REPORT_FIELD, TRANSFER_FIELD, emit_params
 from kvferry.server.generation import Choice, Delta
 
 Json = dict[str, Any]
@@ -59,13 +59,13 @@ def handoff_of(choices: Sequence[Choice]) -> Json:
     """Return what a prefill leg's answer has at its top for the decode leg, nothing in others."""
     if len(choices) != 1 or choices[0].handoff is None:
         return {}
-    return {"kv_transfer_params": emit_params(choices[0].handoff)}
+    return {TRANSFER_FIELD: emit_params(choices[0].handoff)}
 
 
 def reports_of(choices: Sequence[Choice]) -> Json:
     """Return the reports for the top of an answer: an object for one choice, a list for several."""
     reports = [_shown_report(choice.report) for choice in choices]
-    return {"kv_report": reports[0] if len(reports) == 1 else reports}
+    return {REPORT_FIELD: reports[0] if len(reports) == 1 else reports}
 
 
 def _shown_report(report: RequestReport | None) -> Json | None:
