@@ -37,7 +37,7 @@ check: .venv/.ready ## lint, format, types, layers, tables, sizes, docs
 	$(RUN) ruff check .
 	printf '== ruff format --check\n'
 	$(RUN) ruff format --check .
-	printf '== mypy --strict (src, tests)\n'
+	printf '== mypy --strict (src, tests, tools)\n'
 	$(RUN) mypy
 	printf '== import-linter (layers)\n'
 	log=$$(mktemp)

@@ -14,7 +14,9 @@ EMPTY_NAMES = {"utils", "helpers", "common", "misc"}
 
 def _python_files(root: Path) -> list[Path]:
     files = [
-        path for folder in ("src", "tests", "scripts") for path in (root / folder).rglob("*.py")
+        path
+        for folder in ("src", "tests", "scripts", "tools")
+        for path in (root / folder).rglob("*.py")
     ]
     assert files
     return sorted(files)

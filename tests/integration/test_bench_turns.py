@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.turns import TurnSample, TurnsBench, TurnTargets
-from kvferry.bench.turns_plan import (
+from kvferry.bench.turns import (
     TurnArm,
+    TurnSample,
+    TurnsBench,
     TurnsPlan,
-    draw_scripts,
-    growing,
+    TurnTargets,
     plan_conversations,
 )
 from kvferry.bench.turns_report import check_answers
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 BLOCK_TOKENS = 16
 PLAN = TurnsPlan(
-    shapes=growing(num_turns=4, first_tokens=200, turn_tokens=90, answer_tokens=8),
+    shapes=((200, 90, 90, 90),),
+    answer_tokens=8,
     repeats=2,
-    first_token_id=3,
     last_token_id=250,
 )
 TIMEOUT = aiohttp.ClientTimeout(total=30)
@@ -52,7 +52,7 @@ def deployment(
 async def _measure(deployment: Deployment) -> list[TurnSample]:
     rng = random.Random(1)
     conversations = plan_conversations(
-        PLAN.arms, range(PLAN.repeats), lambda: draw_scripts(PLAN, rng), rng, "run"
+        PLAN.arms, range(PLAN.repeats), lambda: PLAN.draw_scripts(rng), rng, "run"
     )
     targets = TurnTargets(
         router_url=deployment["router"].url, prefill_urls=(deployment["prefill"].url,)

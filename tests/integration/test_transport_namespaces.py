@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.transport.peer_process import PeerProcess, PeerSetup, Pool
 from kvferry.transport.registry import available_transports
 from tests.integration.pid_namespace import IN_PID_NAMESPACE
+from tests.support.peer_process import PeerProcess, PeerSetup, Pool
 
 pytestmark = pytest.mark.slow
 

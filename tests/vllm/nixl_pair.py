@@ -11,8 +11,13 @@ from pathlib import Path
 
 from kvferry.clock import SystemClock
 from kvferry.cluster.leftovers import shared_memory_of
-from kvferry.cluster.vllm_command import VllmInstance
-from kvferry.cluster.vllm_process import VllmProcess, free_ports, kill_session, session_members
+from kvferry.cluster.vllm_process import (
+    VllmInstance,
+    VllmProcess,
+    free_ports,
+    kill_session,
+    session_members,
+)
 from tests.vllm.conftest import CHUNKS, Answers
 from tests.vllm.serving import READY_S, environment_folder
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from kvferry.client.metrics_text import metric_total
 from kvferry.cluster.leftovers import shared_memory_of
-from kvferry.cluster.vllm_command import CALM_FOLDER
-from kvferry.cluster.vllm_process import kill_session, session_members
+from kvferry.cluster.vllm_process import NO_BUSY_WAIT_FOLDER, kill_session, session_members
 from kvferry.protocol.params import PeerAddress
 from tests.vllm.asking import ask_instance
 
@@ -241,7 +240,7 @@ def _environment(core: int, num_ranks: int) -> dict[str, str]:
     return {
         **os.environ,
         # The sources that are tested, whatever the environment has installed.
-        "PYTHONPATH": os.pathsep.join((str(CALM_FOLDER), str(ROOT / "src"))),
+        "PYTHONPATH": os.pathsep.join((str(NO_BUSY_WAIT_FOLDER), str(ROOT / "src"))),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),

@@ -14,15 +14,25 @@ import enum
 import itertools
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer
+from kvferry.bench.plan import LAST_TOKEN_ID, arm_orders, draw_tokens, require, tokens_body
+from kvferry.bench.report import (
+    RATIO_LEGEND,
+    Groups,
+    Report,
+    format_ratio,
+    ms,
+    paired_ratio,
+    sample_fields,
+    values,
+)
 from kvferry.clock import Clock
-from kvferry.errors import ConfigError, MeasurementError
+from kvferry.errors import MeasurementError
 
 _STREAM_PROMPT_TOKENS = 64
-_FIRST_TOKEN_ID = 1_000
 _ARRIVAL_TOKENS = 2
 """The handed-over token and one that needs the prompt's KV."""
 _LAST_BLOCKS_TOKENS = 64
@@ -62,16 +72,16 @@ class BackgroundPlan:
     """Bounds a background stream, which a window ends long before."""
     max_unanswered: int = 16
     """More arrivals than this without an answer end the measurement."""
-    last_token_id: int = 40_000
+    last_token_id: int = LAST_TOKEN_ID
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""
-        if self.num_streams < 1 or self.rounds < 1:
-            raise ConfigError("background needs at least one stream and one round")
-        if self.arrivals_per_s <= 0 or self.window_s * self.arrivals_per_s < 1:
-            raise ConfigError("no prompt arrives within a window: raise the rate or the window")
-        if self.length_tokens <= _LAST_BLOCKS_TOKENS:
-            raise ConfigError(f"background prompts need more than {_LAST_BLOCKS_TOKENS} tokens")
+        some = min(self.num_streams, self.rounds) >= 1
+        require(some, "background needs at least one stream and one round")
+        arrives = self.arrivals_per_s > 0 and self.window_s * self.arrivals_per_s >= 1
+        require(arrives, "no prompt arrives within a window: raise the rate or the window")
+        refusal = f"background prompts need more than {_LAST_BLOCKS_TOKENS} tokens"
+        require(self.length_tokens > _LAST_BLOCKS_TOKENS, refusal)
 
     @property
     def stream_tokens(self) -> int:
@@ -79,9 +89,9 @@ class BackgroundPlan:
         return _STREAM_PROMPT_TOKENS + self.max_stream_tokens
 
     @property
-    def num_windows(self) -> int:
-        """How many windows are run, the round that does not count included."""
-        return len(BackgroundArm) * (self.rounds + 1)
+    def num_steps(self) -> int:
+        """How many steps a run reports: prompts that warm prefill's cache, and windows."""
+        return self.num_moving + self.num_held + len(BackgroundArm) * (self.rounds + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +108,8 @@ class WindowSample:
     """One window. Durations in seconds."""
 
     arm: BackgroundArm
-    round: int
+    repeat: int
+    """The round."""
     stream_tpots_s: tuple[float, ...]
     """Of each background stream: the time between its first and last token, over the gaps."""
     longest_gap_s: float
@@ -137,17 +148,16 @@ class BackgroundBench:
     async def run(self, on_step: Callable[[], None] = lambda: None) -> list[WindowSample]:
         """Warm prefill's cache, run every window, and return those that count.
 
-        ``on_step`` is called ``num_steps`` times. Raises ``MeasurementError`` if an arrival is not
-        what its arm says, or prefill does not have every prompt at the end.
+        ``on_step`` is called ``plan.num_steps`` times. Raises ``MeasurementError`` if an arrival is
+        not what its arm says, or prefill does not have every prompt at the end.
         """
         for prompt in [*self._moving, *self._held]:
             await self._ask_prefill(prompt)
             on_step()
         samples = []
-        orders = list(itertools.permutations(BackgroundArm))
-        self._rng.shuffle(orders)
-        for number in range(-1, self._plan.rounds):
-            for arm in orders[number % len(orders)]:
+        orders = arm_orders(tuple(BackgroundArm), self._rng)
+        for number, order in zip(range(-1, self._plan.rounds), orders, strict=False):
+            for arm in order:
                 sample = await self._run_window(arm, number)
                 if number >= 0:
                     samples.append(sample)
@@ -155,20 +165,12 @@ class BackgroundBench:
         await self._require_prefill_has_all()
         return samples
 
-    @property
-    def num_steps(self) -> int:
-        """How many steps ``run`` reports."""
-        return len(self._moving) + len(self._held) + self._plan.num_windows
-
     def _prompt(self, length_tokens: int) -> list[int]:
-        last = self._plan.last_token_id
-        first = min(_FIRST_TOKEN_ID, last // 2)
-        return [self._rng.randint(first, last) for _ in range(length_tokens)]
+        return draw_tokens(self._rng, length_tokens, self._plan.last_token_id)
 
     async def _ask_prefill(self, prompt: list[int]) -> KvReport:
         url = _completions(self._targets.prefill_url)
-        answer = await self._client.stream(url, _body(prompt, 1))
-        return _require_report(answer.report)
+        return _require_report(await self._client.stream(url, tokens_body(prompt, 1)))
 
     async def _require_prefill_has_all(self) -> None:
         for prompt in [*self._moving, *self._held]:
@@ -203,7 +205,7 @@ class BackgroundBench:
                     begun.set()
 
             prompt = self._prompt(_STREAM_PROMPT_TOKENS)
-            body = _body(prompt, self._plan.max_stream_tokens)
+            body = tokens_body(prompt, self._plan.max_stream_tokens)
             await self._client.stream(_completions(self._targets.decode_url), body, on_token=note)
 
         async def wait_all() -> None:
@@ -245,7 +247,7 @@ class BackgroundBench:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for answer in answers:
-            _require_as_said(arm, _require_report(answer.report), self._plan.length_tokens)
+            _require_as_said(arm, _require_report(answer), self._plan.length_tokens)
         return answers
 
     async def _sleep_until(self, at_s: float) -> None:
@@ -263,21 +265,17 @@ class BackgroundBench:
 
     async def _ask_router(self, prompt: list[int], arm: BackgroundArm) -> StreamedAnswer:
         url = _completions(self._targets.router_url)
-        return await self._client.stream(url, _body(prompt, _ARRIVAL_TOKENS), mode=arm.mode)
+        return await self._client.stream(url, tokens_body(prompt, _ARRIVAL_TOKENS), mode=arm.mode)
 
 
 def _completions(base_url: str) -> str:
     return f"{base_url}/v1/completions"
 
 
-def _body(prompt: list[int], max_tokens: int) -> dict[str, object]:
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-
-
-def _require_report(report: KvReport | None) -> KvReport:
-    if report is None:
+def _require_report(answer: StreamedAnswer) -> KvReport:
+    if answer.report is None:
         raise MeasurementError("an answer has no kv_report")
-    return report
+    return answer.report
 
 
 def _require_running(tasks: list[asyncio.Task[None]]) -> None:
@@ -313,10 +311,10 @@ def _window_sample(
 ) -> WindowSample:
     if min(map(len, streams)) < 2:
         raise MeasurementError(f"{arm}: a background stream stood still for a whole window")
-    reports = [_require_report(answer.report) for answer in answers]
+    reports = [_require_report(answer) for answer in answers]
     return WindowSample(
         arm=arm,
-        round=number,
+        repeat=number,
         stream_tpots_s=tuple((times[-1] - times[0]) / (len(times) - 1) for times in streams),
         longest_gap_s=max(
             late - early for times in streams for early, late in itertools.pairwise(times)
@@ -325,3 +323,37 @@ def _window_sample(
         arrival_e2el_s=statistics.median(a.token_times_s[-1] - a.sent_s for a in answers),
         num_moved_bytes=sum(report.num_received_bytes for report in reports),
     )
+
+
+def report_background(samples: Sequence[WindowSample], rng: random.Random) -> Report:
+    """Return the streams' TPOT of each arm, its ratios to ``held``, and every window."""
+    groups = Groups(samples, {})
+    arms = [(arm, BackgroundArm.HELD) for arm in (BackgroundArm.PULL, BackgroundArm.PUSH)]
+    over = groups.compare(arms, ("tpot_s",), paired_ratio, rng)
+    ratios = {item.arm: format_ratio(item.figures["tpot_s"]) for item in over}
+
+    def num_arrivals(found: list[WindowSample]) -> int:
+        return sum(sample.num_arrivals for sample in found)
+
+    def moved_bytes(found: list[WindowSample]) -> int:
+        return sum(sample.num_moved_bytes for sample in found)
+
+    table = groups.medians_table(
+        {"tpot_s": "TPOT"},
+        {
+            "longest gap ms": lambda found: ms(max(values(found, "longest_gap_s"))),
+            "arrivals": lambda found: str(num_arrivals(found)),
+            "arrival E2EL ms": lambda found: ms(statistics.median(values(found, "arrival_e2el_s"))),
+            "moved MiB/arrival": lambda found: (
+                f"{moved_bytes(found) / num_arrivals(found) / 2**20:.1f}"
+            ),
+            "TPOT / held": lambda found: ratios.get(found[0].arm, ""),
+        },
+    )
+    legend = "n windows; TPOT of the background streams: median of windows (interquartile range)"
+    fields = {
+        "summaries": groups.summaries(("tpot_s", "arrival_e2el_s")),
+        "ratios": groups.compared(over, "over"),
+        "samples": [sample_fields(sample, "tpot_s") for sample in samples],
+    }
+    return Report("background", 2, fields, f"{table}\n\n{legend}; {RATIO_LEGEND}")

@@ -8,13 +8,31 @@ that no cache helps.
 from __future__ import annotations
 
 import enum
-import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client import Asker, KvReport, StreamedAnswer
+from kvferry.bench.plan import (
+    LAST_TOKEN_ID,
+    MIN_ANSWER_TOKENS,
+    arm_orders,
+    draw_tokens,
+    require_lengths,
+    require_sane,
+    tokens_body,
+)
+from kvferry.bench.report import (
+    RATIO_LEGEND,
+    Groups,
+    Report,
+    format_interval,
+    format_ratio,
+    median_difference,
+    paired_ratio,
+    sample_fields,
+)
 from kvferry.errors import ConfigError, MeasurementError
 
 
@@ -78,23 +96,13 @@ class HandoffPlan:
     warmups: int = 2
     """Further ones before, of each length and arm, that do not."""
     max_tokens: int = 12
-    model: str | None = None
-    first_token_id: int = 1_000
-    last_token_id: int = 40_000
-    """Prompts are drawn from this range, both ends included."""
+    last_token_id: int = LAST_TOKEN_ID
+    """Prompts are of ids up to this."""
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""
-        if not self.arms or len(set(self.arms)) < len(self.arms):
-            raise ConfigError("arms must be one or more, each of them once")
-        if not self.lengths_tokens or min(self.lengths_tokens) < 1:
-            raise ConfigError("lengths must be one or more positive token counts")
-        if self.repeats < 1 or self.warmups < 0:
-            raise ConfigError("repeats must be at least 1, warm-ups at least 0")
-        if self.max_tokens < 4:
-            raise ConfigError("max tokens must be at least 4: a decode step is measured after two")
-        if not 0 <= self.first_token_id < self.last_token_id:
-            raise ConfigError("the range of token ids is empty")
+        require_sane(self.arms, self.repeats, self.warmups, self.last_token_id)
+        require_lengths(self.lengths_tokens, self.max_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -134,7 +142,6 @@ async def measure_handoffs(
     targets: Targets,
     plan: HandoffPlan,
     rng: random.Random,
-    *,
     on_request: Callable[[], None] = lambda: None,
 ) -> list[HandoffSample]:
     """Send the plan's requests one after another and return those that count.
@@ -145,34 +152,17 @@ async def measure_handoffs(
     samples = []
     urls = {arm: targets.url(arm) for arm in plan.arms}
     orders = arm_orders(plan.arms, rng)
-    for repeat in range(-plan.warmups, plan.repeats):
+    for repeat, order in zip(range(-plan.warmups, plan.repeats), orders, strict=False):
         for length in plan.lengths_tokens:
-            for arm in orders[repeat % len(orders)]:
-                body = _body(plan, length, rng)
+            for arm in order:
+                prompt = draw_tokens(rng, length, plan.last_token_id)
+                body = tokens_body(prompt, plan.max_tokens)
                 answer = await client.stream(urls[arm], body, mode=arm.mode)
                 sample = _sample(arm, length, repeat, answer)
                 if repeat >= 0:
                     samples.append(sample)
                 on_request()
     return samples
-
-
-def arm_orders(arms: Sequence[Arm], rng: random.Random) -> list[tuple[Arm, ...]]:
-    """Return every order of ``arms``, shuffled: used in turn, no arm has a place of its own."""
-    orders = list(itertools.permutations(arms))
-    rng.shuffle(orders)
-    return orders
-
-
-def _body(plan: HandoffPlan, length: int, rng: random.Random) -> dict[str, object]:
-    prompt = [rng.randint(plan.first_token_id, plan.last_token_id) for _ in range(length)]
-    body: dict[str, object] = {
-        "prompt": prompt,
-        "max_tokens": plan.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    return body if plan.model is None else {**body, "model": plan.model}
 
 
 def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> HandoffSample:
@@ -196,10 +186,11 @@ def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> Hando
 
 
 def _checked_report(arm: Arm, length: int, answer: StreamedAnswer) -> KvReport:
+    """Return the answer's report. Raises ``MeasurementError`` if it is not what ``arm`` says."""
     report = answer.report
     if report is None or report.prefill_end_s is None:
         raise MeasurementError(f"{arm}: the answer has no kv_report with the end of prefill")
-    if len(answer.token_ids) < 4:
+    if len(answer.token_ids) < MIN_ANSWER_TOKENS:
         raise MeasurementError(f"{arm}: only {len(answer.token_ids)} tokens came")
     if not answer.sent_s <= report.prefill_end_s <= answer.token_times_s[0]:
         raise MeasurementError(
@@ -207,19 +198,46 @@ def _checked_report(arm: Arm, length: int, answer: StreamedAnswer) -> KvReport:
         )
     if report.num_cached_tokens:
         raise MeasurementError(f"{arm}: {report.num_cached_tokens} prompt tokens were cached")
-    _require_moved_as_asked(arm, length, report)
-    return report
-
-
-def _require_moved_as_asked(arm: Arm, length: int, report: KvReport) -> None:
     if arm is Arm.COLOCATED:
         if report.num_received_bytes:
             raise MeasurementError("colocated: blocks were moved; ask an instance, not a router")
-        return
-    if report.num_received_bytes == 0 and report.num_received_tokens == 0:
-        raise MeasurementError(
-            f"{arm}: nothing was moved for {length} tokens: "
-            f"{report.receive_outcome or 'no receive'}"
-        )
-    if report.mode != arm.mode:
+    elif report.num_received_bytes == 0 and report.num_received_tokens == 0:
+        outcome = report.receive_outcome or "no receive"
+        raise MeasurementError(f"{arm}: nothing was moved for {length} tokens: {outcome}")
+    elif report.mode != arm.mode:
         raise MeasurementError(f"{arm}: the blocks moved by {report.mode or 'no mode'}")
+    return report
+
+
+_FIGURES = {
+    "until_prefill_end_s": "sending → prefill's end",
+    "after_prefill_s": "prefill's end → first token",
+    "extra_gap_s": "gap to 2nd token less a step",
+    "decode_step_s": "decode step",
+    "ttft_s": "TTFT",
+}
+_COMPARED = ("until_prefill_end_s", "after_prefill_s", "extra_gap_s")
+_LESS = [(arm, Arm.COLOCATED) for arm in (Arm.PULL, Arm.PUSH, Arm.PUSH_LATE)]
+_OVER = [(arm, Arm.PULL) for arm in (Arm.PUSH, Arm.PUSH_LATE)]
+_LESS_LEGEND = "difference of medians in ms [95 % interval]"
+
+
+def report_handoffs(samples: Sequence[HandoffSample], rng: random.Random) -> Report:
+    """Return medians, differences to colocated, ratios of push to pull, and raw samples."""
+    groups = Groups(samples, {"num_prompt_tokens": "prompt"})
+    less = groups.compare(_LESS, tuple(_FIGURES), median_difference, rng)
+    over = groups.compare(_OVER, _COMPARED, paired_ratio, rng)
+    transports = sorted({sample.transport for sample in samples if sample.transport})
+    text = [
+        groups.medians_table(_FIGURES),
+        f"median (interquartile range); transport: {', '.join(transports) or '-'}",
+        *groups.comparisons_text(less, _FIGURES, "less", format_interval, _LESS_LEGEND),
+        *groups.comparisons_text(over, _FIGURES, "/", format_ratio, RATIO_LEGEND),
+    ]
+    fields = {
+        "summaries": groups.summaries(tuple(_FIGURES)),
+        "differences": groups.compared(less, "less"),
+        "ratios": groups.compared(over, "over"),
+        "samples": [sample_fields(sample, "extra_gap_s") for sample in samples],
+    }
+    return Report("handoff", 2, fields, "\n\n".join(text))

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer, TimedAnswer
-from kvferry.bench.turns_plan import SESSION_HEADER
+from kvferry.bench.turns import SESSION_HEADER
 from kvferry.client.dialects import Json, Peer, dialect_of
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.client.metrics_text import metric_total

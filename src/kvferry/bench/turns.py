@@ -1,21 +1,201 @@
 """What a turn of a growing conversation costs, by where prefill has the history from.
 
-One conversation at a time, and of it one turn at a time, so that nothing but its own past helps or
-hinders a turn. Each begins with every prefill cache empty.
+Each prompt is the one before, its answer, and something new. One conversation at a time, and of it
+one turn at a time, so that nothing but its own past helps or hinders a turn. Each begins with every
+prefill cache empty.
 """
 
 from __future__ import annotations
 
+import enum
+import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvferry.bench.client import Asker, KvReport, StreamedAnswer
-from kvferry.bench.turns_plan import Conversation, TurnArm
+from kvferry.bench.plan import LAST_TOKEN_ID, arm_rotations, draw_tokens, require, require_sane
+from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
+from kvferry.protocol.client_headers import READ_BACK_HEADER
 from kvferry.protocol.prefill_report import PrefillReport
 
+if TYPE_CHECKING:
+    # Imported when bytes are copied: the command line starts without it.
+    import numpy as np
+    from numpy.typing import NDArray
+
+SESSION_HEADER = "X-Session-ID"
+"""Tells a router which conversation a request belongs to."""
 _LAST_BLOCKS_TOKENS = 128
 """A prompt counts as cached if all but the last few blocks are; vLLM's have 128 tokens on a CPU."""
+_COPIES = 3
+
+
+class TurnArm(enum.StrEnum):
+    """Where a later turn's prefill has the conversation from."""
+
+    RECOMPUTE = "recompute"
+    """From nowhere: prefill has lost its cache, and reads nothing back."""
+    WARM = "warm"
+    """From its own cache."""
+    READ_BACK = "read-back"
+    """From the instance that answered; prefill has lost its cache."""
+    READ_BACK_PUSH = "read-back+push"
+    """The same, and what is new is pushed."""
+
+    @property
+    def mode(self) -> str:
+        """The mode that is asked of the router for the handoff."""
+        return "push" if self is TurnArm.READ_BACK_PUSH else "pull"
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether prefill is to read the history back."""
+        return self in (TurnArm.READ_BACK, TurnArm.READ_BACK_PUSH)
+
+    @property
+    def loses_cache(self) -> bool:
+        """Whether prefill's cache is emptied before every turn."""
+        return self is not TurnArm.WARM
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What one conversation asks, whatever is answered."""
+
+    path: str
+    """Where it is posted to."""
+    num_turns: int
+    fields: Callable[[Sequence[StreamedAnswer]], dict[str, object]]
+    """Body fields of the turn that follows the given answers, all there have been."""
+
+
+Shape = tuple[int, ...]
+"""How many tokens each turn of a conversation adds, beside the answer before it."""
+
+
+def with_histories(
+    histories: Sequence[int], *, new_tokens: int, answer_tokens: int
+) -> tuple[Shape, ...]:
+    """Return two-turn shapes whose second turn has just so many tokens of history.
+
+    Raises ``ConfigError`` for a history that is no longer than an answer.
+    """
+    for history in histories:
+        refusal = f"a history of {history} tokens has no room for an answer of {answer_tokens}"
+        require(history > answer_tokens, refusal)
+    return tuple((history - answer_tokens, new_tokens) for history in histories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsPlan:
+    """What is asked, and how often."""
+
+    shapes: tuple[Shape, ...]
+    answer_tokens: int = 16
+    """Of every answer."""
+    arms: tuple[TurnArm, ...] = tuple(TurnArm)
+    repeats: int = 5
+    """Conversations of each shape and arm that count."""
+    warmups: int = 1
+    """Further ones before, of each shape and arm, that do not."""
+    last_token_id: int = LAST_TOKEN_ID
+    """Prompts are of ids up to this."""
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that measures nothing. Raises ``ConfigError``."""
+        require_sane(self.arms, self.repeats, self.warmups, self.last_token_id)
+        distinct = len(self.shapes) == len(set(self.shapes)) > 0
+        require(distinct, "histories must be one or more, each of them once")
+        require(min(map(len, self.shapes)) >= 2, "a conversation needs at least two turns")
+        smallest = min(self.answer_tokens, *(min(shape) for shape in self.shapes))
+        require(smallest >= 1, "every prompt, every later turn and every answer needs a token")
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the plan sends."""
+        return sum(map(len, self.shapes)) * len(self.arms) * (self.warmups + self.repeats)
+
+    def draw_scripts(self, rng: random.Random) -> list[Script]:
+        """Return one conversation of each shape, of random token ids."""
+        return [
+            token_script(
+                [draw_tokens(rng, count, self.last_token_id) for count in shape],
+                self.answer_tokens,
+            )
+            for shape in self.shapes
+        ]
+
+
+def token_script(user_tokens: Sequence[Sequence[int]], answer_tokens: int) -> Script:
+    """Return a conversation of token ids, from the new ones of each turn.
+
+    Every answer has the length that is asked for.
+    """
+
+    def fields(answers: Sequence[StreamedAnswer]) -> dict[str, object]:
+        prompt = list(user_tokens[0])
+        for answer, tokens in zip(answers, user_tokens[1:], strict=False):
+            prompt += [*answer.token_ids, *tokens]
+        return {"prompt": prompt, "max_tokens": answer_tokens, "ignore_eos": True}
+
+    return Script("/v1/completions", len(user_tokens), fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One script under one arm."""
+
+    name: str
+    """Its session id and its cache salt: it shares no block with any other conversation."""
+    arm: TurnArm
+    repeat: int
+    """Below 0 it does not count."""
+    number: int
+    """Of the script among those of its repeat."""
+    script: Script
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of each of its requests, beside the mode's."""
+        read_back = "auto" if self.arm.reads_back else "off"
+        return {SESSION_HEADER: self.name, READ_BACK_HEADER: read_back}
+
+    def body(self, answers: Sequence[StreamedAnswer]) -> dict[str, object]:
+        """Return the body of the turn that follows ``answers``."""
+        return {
+            **self.script.fields(answers),
+            "temperature": 0,
+            "cache_salt": self.name,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def plan_conversations(
+    arms: Sequence[TurnArm],
+    repeats: range,
+    draw: Callable[[], Sequence[Script]],
+    rng: random.Random,
+    run_id: str,
+) -> list[Conversation]:
+    """Return every conversation in the order in which they are held.
+
+    Within a repeat all arms have the same scripts, so their turns are pairs. ``run_id`` must be
+    another for every run against the same deployment: it keeps apart what they leave in caches.
+    """
+    return [
+        Conversation(
+            name=f"{run_id}-{arm}-{repeat}-{number}",
+            arm=arm,
+            repeat=repeat,
+            number=number,
+            script=script,
+        )
+        for repeat, order in zip(repeats, arm_rotations(arms, rng), strict=False)
+        for number, script in enumerate(draw())
+        for arm in order
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,3 +360,34 @@ def _require_as_said(
             f"{num_previous_prompt} tokens of the prompt before: its pool is too small, or "
             "another prefill instance was chosen"
         )
+
+
+class PlainCopy:
+    """Copies bytes, as the least that moving them can cost.
+
+    Its two buffers grow as needed; their memory is touched before it is measured.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._buffers: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None
+
+    def time_s(self, num_bytes: int) -> float:
+        """Return the median seconds of a few copies of ``num_bytes``, at least 1."""
+        source, target = self._sized(num_bytes)
+        return statistics.median(
+            self._copy_s(source[:num_bytes], target[:num_bytes]) for _ in range(_COPIES)
+        )
+
+    def _sized(self, num_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        import numpy as np
+
+        if self._buffers is None or self._buffers[0].size < num_bytes:
+            source, target = (np.full(num_bytes, value, dtype=np.uint8) for value in (1, 2))
+            self._buffers = source, target
+        return self._buffers
+
+    def _copy_s(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> float:
+        begun_s = self._clock.monotonic_s()
+        target[:] = source
+        return self._clock.monotonic_s() - begun_s

@@ -1,38 +1,108 @@
-"""Text, JSON and curves of turns; measures nothing."""
+"""What turns have cost: record, tables, and a picture of TTFT against prompt length.
+
+Measures nothing; matplotlib is imported when something is drawn.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvferry.bench.report import format_interval, format_table, machine
-from kvferry.bench.stats import Interval, Ratio, median_difference, paired_ratio, summarise
-from kvferry.bench.turns import TurnSample
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.report import (
+    Estimate,
+    Groups,
+    Place,
+    Report,
+    Summary,
+    as_fields,
+    format_interval,
+    format_table,
+    median_difference,
+    ms,
+    paired_ratio,
+    sample_fields,
+    summarise,
+    values,
+)
+from kvferry.bench.turns import TurnArm, TurnSample
+from kvferry.errors import ConfigError
 
-TURNS_RECORD_VERSION = 1
+if TYPE_CHECKING:
+    # Imported when something is drawn: the command line starts without it.
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 COPIES_ALLOWED = 1.5
 ALLOWED_S = 0.005
 """A turn with read-back may take that many plain copies of its bytes and this longer than warm."""
+_SPREAD = ("ttft_s", "read_back_s", "compute_s")
+_COUNTED = (
+    "num_cached_tokens",
+    "num_read_back_tokens",
+    "num_read_back_bytes",
+    "num_computed_tokens",
+)
+_PLACE = {"conversation": "", "turn": "", "num_history_tokens": "history", "num_new_tokens": "new"}
+_MEDIANS_LEGEND = (
+    "median (interquartile range); reading, computing: prefill's time; cached (by prefill itself), "
+    "read back, computed (by prefill): tokens of the prompt"
+)
+_COMPARISONS_LEGEND = (
+    "ratios of median TTFTs and difference of medians, [95 % interval]; limit of the difference: "
+    f"{COPIES_ALLOWED:g} plain copies of the bytes that were read back, and {ms(ALLOWED_S)} ms"
+)
+_ANSWERS_LEGEND = (
+    "answers to the same prompts; in float32 they are the same, in bfloat16 near ties may differ"
+)
+
+
+def _groups(samples: Sequence[TurnSample]) -> Groups[TurnSample]:
+    """Return the turns that have a history, by where they are in their conversation."""
+    return Groups([sample for sample in samples if sample.num_history_tokens], _PLACE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TurnComparison:
     """A read-back arm against the others, at one turn. None: an arm was not run, or no ratio."""
 
-    conversation: int
-    turn: int
-    num_history_tokens: int
-    num_new_tokens: int
+    place: Place
     arm: TurnArm
-    over_warm: Ratio | None
-    recompute_over: Ratio | None
-    less_warm_s: Interval | None
+    over_warm: Estimate | None
+    recompute_over: Estimate | None
+    less_warm_s: Estimate | None
     limit_s: float | None
     """What the difference to warm may be; None: nothing was read back."""
+
+
+def compare_turns(samples: Sequence[TurnSample], rng: random.Random) -> list[TurnComparison]:
+    """Return each read-back arm against warm and recompute, turn by turn."""
+    groups = _groups(samples)
+    found = []
+    for place, _, own in groups.groups():
+        arm = own[0].arm
+        if not arm.reads_back:
+            continue
+        warm, recompute = (groups.at(place, other) for other in (TurnArm.WARM, TurnArm.RECOMPUTE))
+        ours_s, warm_s, recompute_s = (values(side, "ttft_s") for side in (own, warm, recompute))
+        copies_s = [s.plain_copy_s for s in own if s.plain_copy_s is not None]
+        found.append(
+            TurnComparison(
+                place=place,
+                arm=arm,
+                over_warm=paired_ratio(ours_s, warm_s, rng) if warm else None,
+                recompute_over=paired_ratio(recompute_s, ours_s, rng) if recompute else None,
+                less_warm_s=median_difference(ours_s, warm_s, rng) if warm else None,
+                limit_s=COPIES_ALLOWED * statistics.median(copies_s) + ALLOWED_S
+                if copies_s
+                else None,
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,192 +121,85 @@ class AnswerCheck:
         return self.num_compared - len(self.different)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
-    """TTFT at one prompt length: median and quartiles, in seconds."""
-
-    num_prompt_tokens: int
-    median_s: float
-    p25_s: float
-    p75_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One arm's TTFT against prompt length, shortest first."""
-
-    arm: TurnArm
-    points: tuple[CurvePoint, ...]
-
-
-def _arms(samples: Sequence[TurnSample]) -> list[TurnArm]:
-    present = {sample.arm for sample in samples}
-    return [arm for arm in TurnArm if arm in present]
-
-
-def _turns(samples: Sequence[TurnSample]) -> list[tuple[int, int]]:
-    """Return (conversation, turn) of every turn with a history, in order."""
-    return sorted({(s.conversation, s.turn) for s in samples if s.num_history_tokens})
-
-
-def _at(samples: Sequence[TurnSample], turn: tuple[int, int], arm: TurnArm) -> list[TurnSample]:
-    found = [s for s in samples if s.arm is arm and (s.conversation, s.turn) == turn]
-    return sorted(found, key=lambda sample: sample.repeat)
-
-
-def _ttfts_s(samples: Sequence[TurnSample]) -> list[float]:
-    return [sample.ttft_s for sample in samples]
-
-
-def compare_turns(samples: Sequence[TurnSample], rng: random.Random) -> list[Comparison]:
-    """Return each read-back arm against warm and recompute, turn by turn."""
-    return [
-        _comparison(samples, turn, arm, rng)
-        for turn in _turns(samples)
-        for arm in _arms(samples)
-        if arm.reads_back
-    ]
-
-
-def _comparison(
-    samples: Sequence[TurnSample], turn: tuple[int, int], arm: TurnArm, rng: random.Random
-) -> Comparison:
-    own, warm, recompute = (
-        _at(samples, turn, which) for which in (arm, TurnArm.WARM, TurnArm.RECOMPUTE)
-    )
-    ttfts_s = _ttfts_s(own)
-    copies_s = [s.plain_copy_s for s in own if s.plain_copy_s is not None]
-    return Comparison(
-        conversation=turn[0],
-        turn=turn[1],
-        num_history_tokens=own[0].num_history_tokens,
-        num_new_tokens=own[0].num_new_tokens,
-        arm=arm,
-        over_warm=paired_ratio(ttfts_s, _ttfts_s(warm), rng) if warm else None,
-        recompute_over=paired_ratio(_ttfts_s(recompute), ttfts_s, rng) if recompute else None,
-        less_warm_s=median_difference(ttfts_s, _ttfts_s(warm), rng) if warm else None,
-        limit_s=COPIES_ALLOWED * statistics.median(copies_s) + ALLOWED_S if copies_s else None,
-    )
-
-
 def check_answers(samples: Sequence[TurnSample]) -> list[AnswerCheck]:
     """Compare each arm's answers with those of the arms before it that read nothing back.
 
     An answer is part of the next prompt, so what follows a different one is not compared.
     """
-    arms = _arms(samples)
+    held: dict[TurnArm, dict[tuple[int, int], list[TurnSample]]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.turn):
+        key = (sample.repeat, sample.conversation)
+        held.setdefault(sample.arm, {}).setdefault(key, []).append(sample)
+    arms = [arm for arm in TurnArm if arm in held]
     return [
-        _check(samples, arm, reference)
+        _check(arm, held[arm], reference, held[reference])
         for number, reference in enumerate(arms)
         for arm in arms[number + 1 :]
         if not reference.reads_back or number == 0
     ]
 
 
-def _check(samples: Sequence[TurnSample], arm: TurnArm, reference: TurnArm) -> AnswerCheck:
+def _check(
+    arm: TurnArm,
+    ours: Mapping[tuple[int, int], list[TurnSample]],
+    reference: TurnArm,
+    theirs: Mapping[tuple[int, int], list[TurnSample]],
+) -> AnswerCheck:
     num_compared = 0
     different: list[TurnSample] = []
-    for key in sorted({(s.repeat, s.conversation) for s in samples if s.arm is arm}):
-        pairs = zip(_held(samples, arm, key), _held(samples, reference, key), strict=False)
-        for ours, theirs in pairs:
+    for key in sorted(ours):
+        for mine, other in zip(ours[key], theirs.get(key, []), strict=False):
             num_compared += 1
-            if ours.answer != theirs.answer:
-                different.append(ours)
+            if mine.answer != other.answer:
+                different.append(mine)
                 break
     return AnswerCheck(
         arm=arm, reference=reference, num_compared=num_compared, different=tuple(different)
     )
 
 
-def _held(samples: Sequence[TurnSample], arm: TurnArm, key: tuple[int, int]) -> list[TurnSample]:
-    """Return the turns of one conversation, given by its repeat and number."""
-    found = [s for s in samples if s.arm is arm and (s.repeat, s.conversation) == key]
-    return sorted(found, key=lambda sample: sample.turn)
-
-
-def ttft_curves(samples: Sequence[TurnSample]) -> list[Curve]:
-    """Return TTFT against prompt length, one curve an arm."""
-    curves = []
-    for arm in _arms(samples):
-        by_turn: dict[tuple[int, int], list[TurnSample]] = {}
-        for sample in samples:
-            if sample.arm is arm:
-                by_turn.setdefault((sample.conversation, sample.turn), []).append(sample)
-        points = sorted(map(_curve_point, by_turn.values()), key=lambda p: p.num_prompt_tokens)
-        curves.append(Curve(arm=arm, points=tuple(points)))
-    return curves
-
-
-def _curve_point(samples: Sequence[TurnSample]) -> CurvePoint:
-    spread = summarise(_ttfts_s(samples))
-    return CurvePoint(
-        num_prompt_tokens=round(statistics.median(s.num_prompt_tokens for s in samples)),
-        median_s=spread.median,
-        p25_s=spread.p25,
-        p75_s=spread.p75,
+def report_turns(samples: Sequence[TurnSample], rng: random.Random) -> Report:
+    """Return the medians of every turn with a history, comparisons, answers and raw samples."""
+    groups, comparisons, checks = (
+        _groups(samples),
+        compare_turns(samples, rng),
+        check_answers(samples),
     )
-
-
-_SPREAD = ("ttft_s", "read_back_s", "compute_s")
-_COUNTED = (
-    "num_cached_tokens",
-    "num_read_back_tokens",
-    "num_read_back_bytes",
-    "num_computed_tokens",
-)
-
-
-def turns_record(
-    samples: Sequence[TurnSample], arguments: dict[str, object], rng: random.Random
-) -> dict[str, object]:
-    """Return the JSON record: machine, arguments, summaries, comparisons, answers, raw samples."""
-    return {
-        "record": "turns",
-        "version": TURNS_RECORD_VERSION,
-        "machine": machine(),
-        "arguments": arguments,
+    text = [_medians_table(groups), _MEDIANS_LEGEND]
+    if comparisons:
+        text += [_comparisons_table(groups, comparisons), _COMPARISONS_LEGEND]
+    if checks:
+        text += [_answers_table(checks), _ANSWERS_LEGEND]
+    fields = {
         "summaries": [
-            _summary(found)
-            for turn in _turns(samples)
-            for arm in _arms(samples)
-            if (found := _at(samples, turn, arm))
+            summary | _counts(found)
+            for summary, (_, _, found) in zip(
+                groups.summaries(_SPREAD), groups.groups(), strict=True
+            )
         ],
-        "comparisons": [dataclasses.asdict(item) for item in compare_turns(samples, rng)],
-        "answers": [_shown_check(check) for check in check_answers(samples)],
-        "samples": [dataclasses.asdict(sample) for sample in samples],
-    }
-
-
-def _shown_check(check: AnswerCheck) -> dict[str, object]:
-    return {
-        "arm": check.arm.value,
-        "reference": check.reference.value,
-        "num_compared": check.num_compared,
-        "num_same": check.num_same,
-        "different": [
-            {name: getattr(sample, name) for name in ("repeat", "conversation", "turn")}
-            for sample in check.different
+        "comparisons": [
+            {
+                **groups.place_fields(item.place),
+                "arm": item.arm.value,
+                "over_warm": as_fields(item.over_warm),
+                "recompute_over": as_fields(item.recompute_over),
+                "less_warm_s": as_fields(item.less_warm_s),
+                "limit_s": item.limit_s,
+            }
+            for item in comparisons
         ],
+        "answers": [_check_fields(check) for check in checks],
+        "samples": [sample_fields(sample) for sample in samples],
     }
+    return Report("turns", 1, fields, "\n\n".join(text))
 
 
-def _summary(samples: Sequence[TurnSample]) -> dict[str, object]:
-    first = samples[0]
+def _counts(found: list[TurnSample]) -> dict[str, object]:
     return {
-        "arm": first.arm.value,
-        "conversation": first.conversation,
-        "turn": first.turn,
-        "num_history_tokens": first.num_history_tokens,
-        "num_new_tokens": first.num_new_tokens,
-        "num_turns_read_back": sum(s.num_read_back_tokens > 0 for s in samples),
-        "outcomes": _outcomes(samples),
-        **{name: dataclasses.asdict(summarise(_values(samples, name))) for name in _SPREAD},
-        **{name: statistics.median(_values(samples, name)) for name in _COUNTED},
+        "num_turns_read_back": sum(sample.num_read_back_tokens > 0 for sample in found),
+        "outcomes": _outcomes(found),
+        **{name: statistics.median(values(found, name)) for name in _COUNTED},
     }
-
-
-def _values(samples: Sequence[TurnSample], name: str) -> list[float]:
-    return [float(getattr(sample, name)) for sample in samples]
 
 
 def _outcomes(samples: Sequence[TurnSample]) -> dict[str, int]:
@@ -244,72 +207,44 @@ def _outcomes(samples: Sequence[TurnSample]) -> dict[str, int]:
     return {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
 
 
-def turns_table(samples: Sequence[TurnSample], rng: random.Random) -> str:
-    """Return the medians of every turn with a history, the comparisons, and what they mean."""
-    parts = [_medians_table(samples), _MEDIANS_LEGEND]
-    comparisons = compare_turns(samples, rng)
-    if comparisons:
-        parts += [_comparisons_table(comparisons), _COMPARISONS_LEGEND]
-    checks = check_answers(samples)
-    if checks:
-        parts += [_answers_table(checks), _ANSWERS_LEGEND]
-    return "\n\n".join(parts)
+def _check_fields(check: AnswerCheck) -> dict[str, object]:
+    places = ("repeat", "conversation", "turn")
+    return {
+        "arm": check.arm.value,
+        "reference": check.reference.value,
+        "num_compared": check.num_compared,
+        "num_same": check.num_same,
+        "different": [{n: getattr(sample, n) for n in places} for sample in check.different],
+    }
 
 
-_MEDIANS_LEGEND = (
-    "median (interquartile range); reading, computing: prefill's time; cached (by prefill itself), "
-    "read back, computed (by prefill): tokens of the prompt"
-)
-_COMPARISONS_LEGEND = (
-    "ratios of median TTFTs and difference of medians, [95 % interval]; limit of the difference: "
-    f"{COPIES_ALLOWED:g} plain copies of the bytes that were read back, and "
-    f"{1e3 * ALLOWED_S:g} ms"
-)
-_ANSWERS_LEGEND = (
-    "answers to the same prompts; in float32 they are the same, in bfloat16 near ties may differ"
-)
+def _medians_table(groups: Groups[TurnSample]) -> str:
+    def outcomes(found: list[TurnSample]) -> str:
+        return ", ".join(f"{count} {name}" for name, count in _outcomes(found).items()) or "-"
+
+    further = {
+        "reading ms": lambda found: ms(statistics.median(values(found, "read_back_s"))),
+        "computing ms": lambda found: ms(statistics.median(values(found, "compute_s"))),
+        "cached": lambda found: f"{statistics.median(values(found, 'num_cached_tokens')):.0f}",
+        "read back": lambda found: (
+            f"{statistics.median(values(found, 'num_read_back_tokens')):.0f}"
+        ),
+        "computed": lambda found: f"{statistics.median(values(found, 'num_computed_tokens')):.0f}",
+        "outcomes": outcomes,
+    }
+    return groups.medians_table({"ttft_s": "TTFT"}, further)
 
 
-def _medians_table(samples: Sequence[TurnSample]) -> str:
-    header = ["history", "new", "arm", "n", "TTFT ms", "reading ms", "computing ms"]
-    header += ["cached", "read back", "computed", "outcomes"]
-    rows = []
-    for turn in _turns(samples):
-        for arm in _arms(samples):
-            found = _at(samples, turn, arm)
-            if not found:
-                continue
-            ttft, reading, computing = (summarise(_values(found, name)) for name in _SPREAD)
-            rows.append(
-                [
-                    str(found[0].num_history_tokens),
-                    str(found[0].num_new_tokens),
-                    arm.value,
-                    str(len(found)),
-                    f"{1e3 * ttft.median:.1f} ({1e3 * ttft.interquartile_range:.1f})",
-                    f"{1e3 * reading.median:.1f}",
-                    f"{1e3 * computing.median:.1f}",
-                    *(
-                        f"{statistics.median(_values(found, f'num_{name}_tokens')):.0f}"
-                        for name in ("cached", "read_back", "computed")
-                    ),
-                    ", ".join(f"{count} {name}" for name, count in _outcomes(found).items()) or "-",
-                ]
-            )
-    return format_table(header, rows)
-
-
-def _comparisons_table(comparisons: Sequence[Comparison]) -> str:
+def _comparisons_table(groups: Groups[TurnSample], comparisons: Sequence[TurnComparison]) -> str:
     header = ["history", "new", "arm", "arm / warm", "recompute / arm", "arm less warm ms"]
     rows = [
         [
-            str(item.num_history_tokens),
-            str(item.num_new_tokens),
+            *groups.cells(item.place),
             item.arm.value,
             format_interval(item.over_warm, "{:.3f}".format),
             format_interval(item.recompute_over, "{:.1f}".format),
-            format_interval(item.less_warm_s, lambda value_s: f"{1e3 * value_s:+.1f}"),
-            "-" if item.limit_s is None else f"{1e3 * item.limit_s:.1f}",
+            format_interval(item.less_warm_s),
+            "-" if item.limit_s is None else ms(item.limit_s),
         ]
         for item in comparisons
     ]
@@ -322,3 +257,91 @@ def _answers_table(checks: Sequence[AnswerCheck]) -> str:
         for check in checks
     ]
     return format_table(["answers of", "beside those of", "compared", "the same"], rows)
+
+
+Curve = list[tuple[int, Summary]]
+"""TTFT in seconds by prompt length in tokens, shortest first."""
+_SIZE_INCHES = (8.0, 4.8)
+_DOTS_PER_INCH = 150
+_INK, _FAINT, _GRID = "#222222", "#666666", "#e4e4e4"
+_LOOKS = {
+    # Colours that people who see few of them can still tell apart, by brightness and by mark.
+    TurnArm.RECOMPUTE: ("recompute: reuse off", "#8a8a8a", "o", "-"),
+    TurnArm.WARM: ("warm: prefill kept its cache", "#009e73", "s", "--"),
+    TurnArm.READ_BACK: ("read-back: reuse on", "#0072b2", "^", "-"),
+    TurnArm.READ_BACK_PUSH: ("read-back + push: reuse on", "#d55e00", "D", "-"),
+}
+
+
+def ttft_curves(samples: Sequence[TurnSample]) -> dict[TurnArm, Curve]:
+    """Return each arm's TTFT against prompt length."""
+    curves: dict[TurnArm, Curve] = {}
+    for _, _, found in Groups(samples, {"conversation": "", "turn": ""}).groups():
+        length = round(statistics.median(values(found, "num_prompt_tokens")))
+        curves.setdefault(found[0].arm, []).append((length, summarise(values(found, "ttft_s"))))
+    return {arm: sorted(curves[arm], key=lambda p: p[0]) for arm in TurnArm if arm in curves}
+
+
+def require_drawing() -> None:
+    """Raise ``ConfigError`` if there is nothing to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a picture needs matplotlib, which the extra `plot` installs: pip install "
+            "'kvferry[plot]'"
+        )
+
+
+def draw_ttft(samples: Sequence[TurnSample], path: Path, *, subtitle: str) -> None:
+    """Write the PNG ``path``, whole or not at all. Raises ``ConfigError`` if it cannot."""
+    require_drawing()
+    figure = ttft_figure(ttft_curves(samples), subtitle)
+    draft = path.with_name(path.name + ".draft")
+    try:
+        figure.savefig(draft, format="png")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def ttft_figure(curves: Mapping[TurnArm, Curve], subtitle: str) -> Figure:
+    """Return the drawing: a line of medians for each arm, with a band from quartile to quartile."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    for arm, curve in curves.items():
+        label, colour, mark, line = _LOOKS[arm]
+        lengths, spreads = zip(*curve, strict=True)
+        lower, median, upper = (
+            [1e3 * getattr(spread, name) for spread in spreads] for name in ("p25", "median", "p75")
+        )
+        axes.fill_between(lengths, lower, upper, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(
+            lengths,
+            median,
+            color=colour,
+            marker=mark,
+            markersize=5,
+            linestyle=line,
+            linewidth=1.8,
+            label=label,
+        )
+    _dress(axes, subtitle)
+    return figure
+
+
+def _dress(axes: Axes, subtitle: str) -> None:
+    axes.set_title("Time to first token of a conversation's turns", loc="left", color=_INK, pad=22)
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=8.5, color=_FAINT)
+    axes.set_xlabel("prompt length (tokens, history included)", color=_INK)
+    axes.set_ylabel("time to first token (ms)", color=_INK)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_FAINT, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    legend = axes.legend(loc="upper left", labelcolor=_INK, framealpha=1)
+    legend.get_frame().set_edgecolor("none")

@@ -6,80 +6,174 @@ import dataclasses
 import random
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
 import click
 
-from kvferry.bench.client import CompletionClient
-from kvferry.bench.legs_client import LegsClient, LegsTargets
-from kvferry.bench.picture import draw_ttft, require_drawing
-from kvferry.bench.plain_copy import PlainCopy
-from kvferry.bench.turns import TurnSample, TurnsBench, TurnTargets
-from kvferry.bench.turns_plan import TurnsPlan, draw_scripts, plan_conversations
-from kvferry.bench.turns_report import ttft_curves, turns_record, turns_table
+from kvferry.bench.legs_client import LegsTargets
+from kvferry.bench.turns import (
+    PlainCopy,
+    Shape,
+    TurnArm,
+    TurnSample,
+    TurnsBench,
+    TurnsPlan,
+    TurnTargets,
+    plan_conversations,
+    with_histories,
+)
+from kvferry.bench.turns_report import draw_ttft, report_turns, require_drawing
+from kvferry.cli.bench import (
+    TOKEN_COUNTS,
+    Decorator,
+    arms_option,
+    decode_url_option,
+    engine_option,
+    last_token_id_option,
+    legs_of,
+    open_asker,
+    seed_option,
+    show,
+    url_option,
+)
 from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
-from kvferry.cli.record_file import json_option, write_record
-from kvferry.cli.turns_options import picture_option, turn_target_options, turns_plan_options
+from kvferry.cli.record_file import json_option
+from kvferry.client.engine_kinds import EngineKind
 from kvferry.clock import SystemClock
 from kvferry.cluster.supervisor import Deployment
 from kvferry.cluster.topology import Topology
 from kvferry.protocol.params import Role
 
-_TIMEOUT = aiohttp.ClientTimeout(total=300)
+_DEFAULTS = {"turns": 6, "first_length": 1024, "turn_tokens": 512, "new_tokens": 100}
 
 
-@click.command()
-@turn_target_options
-@turns_plan_options
-@click.option("--seed", default=1, show_default=True, help="Seed of the random prompts.")
+def _length_option(name: str, help_text: str, least: int = 1) -> Decorator:
+    """Return an option that may not be given beside some others, so its default is not click's."""
+    flag = f"--{name.replace('_', '-')}"
+    help_text = f"{help_text}  [default: {_DEFAULTS[name]}]"
+    return click.option(flag, type=click.IntRange(least), help=help_text)
+
+
+@click.command(context_settings={"show_default": True})
+@engine_option([EngineKind.VLLM])
+@decode_url_option
+@url_option
+@click.option(
+    "--prefill-url",
+    "prefill_urls",
+    multiple=True,
+    help="Prefill instance of it, started with --enable-dev-endpoints (vLLM: with "
+    "VLLM_SERVER_DEV_MODE=1); repeatable, give all.",
+)
+@arms_option(TurnArm)
+@_length_option("turns", "Turns of a conversation.", 2)
+@_length_option("first_length", "Tokens of its first prompt.")
+@_length_option("turn_tokens", "New tokens of each later turn, beside the answer before it.")
+@click.option(
+    "--histories",
+    type=TOKEN_COUNTS,
+    help="Instead: two-turn conversations, the second with just this history, answer included.",
+)
+@_length_option("new_tokens", "With --histories: new tokens of the second turn.")
+@click.option("--answer-tokens", type=click.IntRange(1), default=16, help="Tokens of each answer.")
+@click.option("--repeats", default=5, help="Conversations of each kind and arm.")
+@click.option("--warmups", default=1, help="Further ones that do not count.")
+@last_token_id_option
+@seed_option
 @json_option
-@picture_option
+@click.option(
+    "--picture",
+    "picture_path",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Draw TTFT against prompt length into this PNG file; needs the extra `plot`.",
+)
 @topology_options
 def turns(
     *,
     topology: Topology,
     verbose: bool,
-    targets: TurnTargets | None,
-    legs: LegsTargets | None,
-    plan: TurnsPlan,
+    engine: str,
+    decode_url: str | None,
+    url: str | None,
+    prefill_urls: tuple[str, ...],
+    arms: tuple[TurnArm, ...],
     histories: tuple[int, ...] | None,
+    answer_tokens: int,
+    repeats: int,
+    warmups: int,
+    last_token_id: int,
     seed: int,
     json_path: Path | None,
     picture_path: Path | None,
+    **lengths: int | None,
 ) -> None:
     """Measure the turns of a growing conversation, by where prefill has the history from.
 
     The arms are interleaved: recompute and read-back with prefill's cache emptied before every
     turn, warm with it intact.
     """
+    legs = legs_of(engine, prefill_urls, decode_url)
+    targets = _targets(url, prefill_urls, legs)
+    plan = TurnsPlan(
+        arms=arms,
+        shapes=_shapes(lengths, histories, answer_tokens),
+        answer_tokens=answer_tokens,
+        repeats=repeats,
+        warmups=warmups,
+        last_token_id=last_token_id,
+    )
     if picture_path is not None:
         require_drawing()
     if targets is not None:
         samples = run_to_end(_measure(targets, plan, seed, legs))
     else:
         samples = _measure_own(topology, plan, seed, verbose=verbose)
-    click.echo(turns_table(samples, random.Random(seed)))
-    arguments: dict[str, object] = {
-        **dataclasses.asdict(plan),
-        "seed": seed,
-        "model": topology.model,
-        "dtype": topology.dtype,
-    }
-    write_record(json_path, turns_record(samples, arguments, random.Random(seed)))
+    about = {"seed": seed, "model": topology.model, "dtype": topology.dtype}
+    arguments = dataclasses.asdict(plan) | about
+    show(report_turns(samples, random.Random(seed)), arguments, json_path)
     if picture_path is not None:
         # First turns of two-turn conversations have no history: they are no part of a curve.
         shown = samples if histories is None else [s for s in samples if s.num_history_tokens]
-        draw_ttft(ttft_curves(shown), picture_path, subtitle=_subtitle(topology, plan, targets))
+        own = [] if targets is not None else [topology.model, topology.dtype or ""]
+        drawn = [*filter(None, own), f"median and quartiles of {repeats} conversations"]
+        draw_ttft(shown, picture_path, subtitle=", ".join(drawn))
         click.echo(f"wrote {picture_path}", err=True)
+
+
+def _targets(
+    url: str | None, prefill_urls: tuple[str, ...], legs: LegsTargets | None
+) -> TurnTargets | None:
+    """Return what runs already; None where a deployment is to be started."""
+    if legs is not None and url is None:
+        return TurnTargets(router_url=legs.decode_url, prefill_urls=(legs.prefill_url,))
+    if (url is None) != (not prefill_urls) or legs is not None:
+        raise click.UsageError("give both --url and --prefill-url, or neither")
+    if url is None:
+        return None
+    stripped = tuple(each.rstrip("/") for each in prefill_urls)
+    return TurnTargets(router_url=url.rstrip("/"), prefill_urls=stripped)
+
+
+def _shapes(
+    lengths: dict[str, int | None], histories: tuple[int, ...] | None, answer_tokens: int
+) -> tuple[Shape, ...]:
+    unused = ["new_tokens"] if histories is None else ["turns", "first_length", "turn_tokens"]
+    for name in unused:
+        if lengths[name] is not None:
+            told = "needs" if histories is None else "does not go with"
+            raise click.UsageError(f"--{name.replace('_', '-')} {told} --histories")
+    given = {name: lengths[name] or default for name, default in _DEFAULTS.items()}
+    if histories is not None:
+        new_tokens = given["new_tokens"]
+        return with_histories(histories, new_tokens=new_tokens, answer_tokens=answer_tokens)
+    return ((given["first_length"], *[given["turn_tokens"]] * (given["turns"] - 1)),)
 
 
 def _measure_own(
     topology: Topology, plan: TurnsPlan, seed: int, *, verbose: bool
 ) -> list[TurnSample]:
     async def measure(deployment: Deployment) -> list[TurnSample]:
-        return await _measure(targets_of(deployment), plan, seed)
+        return await _measure(targets_of(deployment), plan, seed, None)
 
     return run_to_end(with_deployment(resettable(topology), measure, verbose=verbose))
 
@@ -97,28 +191,17 @@ def targets_of(deployment: Deployment) -> TurnTargets:
 
 
 async def _measure(
-    targets: TurnTargets, plan: TurnsPlan, seed: int, legs: LegsTargets | None = None
+    targets: TurnTargets, plan: TurnsPlan, seed: int, legs: LegsTargets | None
 ) -> list[TurnSample]:
     clock, rng = SystemClock(), random.Random(seed)
     conversations = plan_conversations(
         plan.arms,
         range(-plan.warmups, plan.repeats),
-        lambda: draw_scripts(plan, rng),
+        lambda: plan.draw_scripts(rng),
         rng,
         secrets.token_hex(4),
     )
     with click.progressbar(length=plan.num_requests, label="turns", file=sys.stderr) as progress:
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
-            client = CompletionClient(session, clock)
-            asker = client if legs is None else LegsClient(client, legs)
-            bench = TurnsBench(asker, targets, PlainCopy(clock).time_s)
+        async with open_asker(legs) as client:
+            bench = TurnsBench(client, targets, PlainCopy(clock).time_s)
             return await bench.run(conversations, on_turn=lambda sample: progress.update(1))
-
-
-def _subtitle(topology: Topology, plan: TurnsPlan, targets: TurnTargets | None) -> str:
-    parts: Sequence[str | None] = (
-        None if targets is not None else topology.model,
-        None if targets is not None else topology.dtype,
-        f"median and quartiles of {plan.repeats} conversations",
-    )
-    return ", ".join(part for part in parts if part)

@@ -6,121 +6,212 @@ import contextlib
 import dataclasses
 import os
 import random
-import shutil
+import shlex
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import click
 
-from kvferry.bench.client import CompletionClient
-from kvferry.bench.vllm_bench import VllmBench, VllmSample
-from kvferry.bench.vllm_plan import VllmPlan, VllmStep, plan_steps
-from kvferry.bench.vllm_report import vllm_record, vllm_table
-from kvferry.cli.deployment import run_to_end, say
-from kvferry.cli.record_file import json_option, write_record
-from kvferry.cli.vllm_options import vllm_plan_options, vllm_settings_options
+from kvferry.bench.vllm import (
+    VllmArm,
+    VllmBench,
+    VllmPlan,
+    VllmSample,
+    plan_steps,
+    report_vllm,
+)
+from kvferry.cli.bench import (
+    TOKEN_COUNTS,
+    arms_option,
+    dtype_option,
+    last_token_id_option,
+    open_client,
+    seed_option,
+    show,
+)
+from kvferry.cli.deployment import log_folder, run_to_end, say
+from kvferry.cli.record_file import json_option
 from kvferry.cli.vllm_stage import VllmSettings, VllmStage
 from kvferry.clock import Clock, SystemClock
 from kvferry.errors import FerryError, MeasurementError
 
-_TIMEOUT = aiohttp.ClientTimeout(total=300)
+_GIB_OF_A_DEPLOYMENT = 6.3
+"""Two instances with a pool of 1 GiB each."""
 
 
-@click.command()
-@vllm_plan_options
+@click.command(context_settings={"show_default": True})
+@arms_option(VllmArm)
+@click.option(
+    "--lengths", type=TOKEN_COUNTS, default="64,512,2048,4096", help="Prompt tokens of handoffs."
+)
+@click.option("--history", default=2048, help="Tokens of history of second turns.")
+@click.option("--new-tokens", default=100, help="New tokens of second turns.")
+@click.option("--repeats", default=8, help="Requests of each length and arm.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    help="Starts of each deployment, where memory does not hold all at once.  "
+    "[default: 2, or 1 for one repeat]",
+)
+@click.option("--max-tokens", default=12, help="Tokens of each answer.")
+@last_token_id_option
 @click.option(
     "--limit-s",
     type=click.FloatRange(0, min_open=True),
     help="Begin no further request after so many seconds, starts included.",
 )
-@click.option("--seed", default=1, show_default=True, help="Seed of the random prompts.")
+@seed_option
 @json_option
-@vllm_settings_options
+@click.option(
+    "--vllm",
+    "python",
+    type=click.Path(exists=True, path_type=Path),
+    help="Python of an environment with vLLM and kvferry, or its folder.  [default: .venv-vllm]",
+)
+@click.option("--model", default="smollm2-135m", help="Bundled model or model folder.")
+@dtype_option
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    help="Prefill computes at most this many tokens a step.  [default: vLLM's]",
+)
+@click.option(
+    "--at-once",
+    type=click.IntRange(1),
+    help="Deployments that exist at a time.  [default: what memory holds]",
+)
+@click.option(
+    "--as-is",
+    is_flag=True,
+    help="Leave vLLM's and NIXL's busy waits alone: for hosts with many free cores.",
+)
+@click.option(
+    "--vllm-arguments",
+    default="",
+    show_default=False,
+    metavar="TEXT",
+    help="Further options of every `vllm serve`, as one text.",
+)
 def vllm(
     *,
-    settings: VllmSettings,
-    plan: VllmPlan,
+    arms: tuple[VllmArm, ...],
+    lengths: tuple[int, ...],
+    history: int,
+    new_tokens: int,
+    repeats: int,
+    rounds: int | None,
+    max_tokens: int,
+    last_token_id: int,
     limit_s: float | None,
     seed: int,
     json_path: Path | None,
+    python: Path | None,
+    model: str,
+    dtype: str,
+    chunk_tokens: int | None,
+    at_once: int | None,
+    as_is: bool,
+    vllm_arguments: str,
 ) -> None:
     """Measure vLLM with NixlConnector, NixlPushConnector and FerryConnector on this machine.
 
     Each deployment is a prefill and a decode instance on a core of their own, asked without a
     router. Arms alternate; deployments that are not asked stand still.
     """
-    rng = random.Random(seed)
+    from kvferry.engine.bundled_model import resolve_model
+
+    plan = VllmPlan(
+        arms=arms,
+        lengths_tokens=lengths,
+        history_tokens=history,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        rounds=min(2, repeats) if rounds is None else rounds,
+        max_tokens=max_tokens,
+        last_token_id=last_token_id,
+    )
+    chunks = () if chunk_tokens is None else ("--max-num-batched-tokens", str(chunk_tokens))
+    settings = VllmSettings(
+        python=vllm_python(python or Path(".venv-vllm")),
+        model=str(resolve_model(model)),
+        dtype=dtype,
+        cores=_two_cores(),
+        waits_quietly=not as_is,
+        at_once=at_once or deployments_that_fit(_available_gib()),
+        arguments=(*chunks, *shlex.split(vllm_arguments)),
+    )
+    samples = _measure(settings, plan, random.Random(seed), limit_s)
+    if not samples:
+        raise MeasurementError("nothing was measured within --limit-s")
+    about = {"seed": seed, "limit_s": limit_s, "model": model, "dtype": dtype}
+    about |= {"at_once": settings.at_once, "waits_quietly": settings.waits_quietly}
+    arguments = dataclasses.asdict(plan) | about | {"vllm_arguments": settings.arguments}
+    show(report_vllm(samples, random.Random(seed)), arguments, json_path)
+
+
+def _measure(
+    settings: VllmSettings, plan: VllmPlan, rng: random.Random, limit_s: float | None
+) -> list[VllmSample]:
     all_at_once = len(plan.deployments) <= settings.at_once
     steps = plan_steps(plan, rng, all_at_once=all_at_once)
     clock = SystemClock()
     end_s = None if limit_s is None else clock.monotonic_s() + limit_s
 
+    def is_over() -> bool:
+        return end_s is not None and clock.monotonic_s() >= end_s
+
     async def measure() -> list[VllmSample]:
         async with _stage(settings, clock) as stage:
             say(f"{len(steps)} requests and conversations, at most")
-            with _as_death(stage):
-                return await _run_steps(
-                    VllmBench(stage, plan, rng),
-                    steps,
-                    lambda: end_s is not None and clock.monotonic_s() >= end_s,
+            with click.progressbar(length=len(steps), label="vLLM", file=sys.stderr) as progress:
+                return await VllmBench(stage, plan, rng).run(
+                    steps, is_over=is_over, on_step=lambda step: progress.update(1)
                 )
 
-    samples = run_to_end(measure())
-    if not samples:
-        raise MeasurementError("nothing was measured within --limit-s")
-    click.echo(vllm_table(samples, random.Random(seed)))
-    arguments: dict[str, object] = {
-        **dataclasses.asdict(plan),
-        "seed": seed,
-        "limit_s": limit_s,
-        "model": settings.model_name,
-        "dtype": settings.dtype,
-        "at_once": settings.at_once,
-        "waits_quietly": settings.waits_quietly,
-        "vllm_arguments": settings.arguments,
-    }
-    write_record(json_path, vllm_record(samples, arguments, random.Random(seed)))
+    return run_to_end(measure())
 
 
 @contextlib.asynccontextmanager
 async def _stage(settings: VllmSettings, clock: Clock) -> AsyncIterator[VllmStage]:
-    """Yield a stage with a folder for its logs, which are kept where something goes wrong."""
-    run_folder = Path(tempfile.mkdtemp(prefix="kvferry-vllm-"))
+    """Yield a stage; what goes wrong because a process has died is raised as the error of that."""
     # A server that has stood still may close a kept connection just when it is asked.
-    connector = aiohttp.TCPConnector(force_close=True)
-    try:
+    with log_folder("kvferry-vllm-", keeps_on=FerryError) as run_folder:
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as session,
-            VllmStage(
-                settings, CompletionClient(session, clock), run_folder, os.environ, clock
-            ) as stage,
+            open_client(keeps_connections=False) as client,
+            VllmStage(settings, client, run_folder, os.environ, clock) as stage,
         ):
             say(f"logs in {run_folder}")
-            yield stage
+            try:
+                yield stage
+            except FerryError as error:
+                raise stage.death() or error from error
             say("stopping")
-    except FerryError:
-        say(f"logs are kept in {run_folder}")
-        raise
-    except BaseException:
-        shutil.rmtree(run_folder, ignore_errors=True)
-        raise
-    shutil.rmtree(run_folder, ignore_errors=True)
 
 
-async def _run_steps(
-    bench: VllmBench, steps: Sequence[VllmStep], is_over: Callable[[], bool]
-) -> list[VllmSample]:
-    with click.progressbar(length=len(steps), label="vLLM", file=sys.stderr) as progress:
-        return await bench.run(steps, is_over=is_over, on_step=lambda step: progress.update(1))
+def vllm_python(path: Path) -> Path:
+    """Return the Python at ``path`` or in the environment there. Refuses one without vLLM."""
+    python = path / "bin" / "python" if path.is_dir() else path
+    # Not resolved: a virtual environment's Python is a link to another one.
+    if not (python.is_file() and (python.parent / "vllm").is_file()):
+        raise click.UsageError(
+            f"there is no vLLM at {path}: name the Python of an environment that has it by --vllm "
+            "(scripts/set_up_vllm.sh makes one for CPUs)"
+        )
+    return python.absolute()
 
 
-@contextlib.contextmanager
-def _as_death(stage: VllmStage) -> Iterator[None]:
-    """Turn what goes wrong because a process has died into the error that says so."""
-    try:
-        yield
-    except FerryError as error:
-        raise stage.death() or error from error
+def deployments_that_fit(available_gib: float) -> int:
+    """Return how many deployments that much memory holds; at least one is tried."""
+    return max(1, int(available_gib / _GIB_OF_A_DEPLOYMENT))
+
+
+def _available_gib() -> float:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) / 2**20
+
+
+def _two_cores() -> tuple[int, int]:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[0], cores[1 % len(cores)]

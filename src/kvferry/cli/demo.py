@@ -8,17 +8,22 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiohttp
 import click
 
-from kvferry.bench.chats import ChatPlan, ChatRow, complaints, logbook_chat, run_chats
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.picture import draw_ttft, require_drawing
-from kvferry.bench.plain_copy import PlainCopy
-from kvferry.bench.reuse import REUSE_ARMS, ReuseRow, reuse_rows
-from kvferry.bench.turns import TurnSample, TurnsBench, TurnTargets
-from kvferry.bench.turns_plan import plan_conversations
-from kvferry.bench.turns_report import ttft_curves
+from kvferry.bench.demo import (
+    REUSE_ARMS,
+    ChatPlan,
+    ChatRow,
+    ReuseRow,
+    complaints,
+    logbook_chat,
+    reuse_rows,
+    run_chats,
+)
+from kvferry.bench.turns import PlainCopy, TurnSample, TurnsBench, TurnTargets, plan_conversations
+from kvferry.bench.turns_report import draw_ttft, require_drawing
+from kvferry.cli.bench import open_client
 from kvferry.cli.bench_turns import resettable, targets_of
 from kvferry.cli.deployment import run_to_end, say, topology_options, with_deployment
 from kvferry.clock import SystemClock
@@ -31,10 +36,10 @@ from kvferry.protocol.params import Role
 _DEADLINE_S = 480.0
 _HEADER = "prompt tokens  mode    TTFT    gap to 2nd   moved bytes  transport  same tokens  answer"
 _SHOWN_CHARS = 36
-DEFAULT_PICTURE = Path("kvferry-turns.png")
 CONVERSATION_HEADER = (
     "turn  prompt tokens  history  read back  TTFT, reuse off  TTFT, reuse on   times  same tokens"
 )
+DEFAULT_PICTURE = Path("kvferry-turns.png")
 _SCRIPT = logbook_chat((48, 8, 8, 8), max_tokens=16)
 
 
@@ -79,11 +84,8 @@ class Shown:
 
 
 async def _show(deployment: Deployment) -> Shown:
-    # Headers are bounded by the deadline of everything together.
-    timeout = aiohttp.ClientTimeout(total=None)
     try:
-        async with asyncio.timeout(_DEADLINE_S), aiohttp.ClientSession(timeout=timeout) as session:
-            client = CompletionClient(session, SystemClock())
+        async with asyncio.timeout(_DEADLINE_S), open_client() as client:
             wrong = await _chat(client, deployment)
             turns = await converse(client, targets_of(deployment))
     except TimeoutError as error:
@@ -154,7 +156,7 @@ def write_picture(samples: list[TurnSample], path: Path | None, *, subtitle: str
     into the current folder, and what hinders it is only said.
     """
     try:
-        draw_ttft(ttft_curves(samples), path or DEFAULT_PICTURE, subtitle=subtitle)
+        draw_ttft(samples, path or DEFAULT_PICTURE, subtitle=subtitle)
     except ConfigError as error:
         if path is not None:
             raise

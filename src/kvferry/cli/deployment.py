@@ -13,7 +13,7 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from kvferry.cli.options import Command, options
 from kvferry.cluster.process import LogFollower
 from kvferry.cluster.supervisor import Deployment, Supervisor
 from kvferry.cluster.topology import DEFAULT_MODEL, RouterTopology, Topology, load_topology
-from kvferry.errors import ClusterError
+from kvferry.errors import ClusterError, FerryError
 from kvferry.options import option, same_as
 
 Result = TypeVar("Result")
@@ -110,8 +110,7 @@ async def with_deployment(
 
     Raises ``ClusterError`` if a process dies; then its logs are kept and their folder is named.
     """
-    run_folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
-    try:
+    with log_folder("kvferry-", keeps_on=ClusterError) as run_folder:
         async with (
             Supervisor(topology, run_folder, on_progress=say) as supervisor,
             _followed_logs(supervisor, enabled=verbose),
@@ -120,13 +119,24 @@ async def with_deployment(
             deployment = await supervisor.start()
             result = await supervisor.guard(body(deployment))
             say("stopping")
-    except ClusterError as error:
-        raise ClusterError(f"{error}\nlogs are kept in {run_folder}") from error
+        return result
+
+
+@contextlib.contextmanager
+def log_folder(prefix: str, *, keeps_on: type[FerryError]) -> Iterator[Path]:
+    """Yield a folder for logs. An error of ``keeps_on`` keeps it and names it; else it is removed.
+
+    ``keeps_on`` and what derives from it take just a message.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except keeps_on as error:
+        raise type(error)(f"{error}\nlogs are kept in {folder}") from error
     except BaseException:
-        shutil.rmtree(run_folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    shutil.rmtree(run_folder, ignore_errors=True)
-    return result
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Write a measurement's record to a file, whole or not at all."""
+"""Write JSON to a file, whole or not at all: a measurement's record, or that a program serves."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ json_option = click.option(
 
 
 def write_record(path: Path | None, record: Mapping[str, object]) -> None:
-    """Write ``record`` as JSON to ``path``, if there is one. Raises ``ConfigError`` if it fails."""
-    if path is None:
-        return
+    """Write ``record`` to ``path``, if there is one. Raises ``ConfigError`` if it fails."""
+    if path is not None:
+        write_json(path, record)
+        click.echo(f"wrote {path}", err=True)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write ``content`` to ``path``. Raises ``ConfigError`` if it fails."""
     draft = path.with_name(path.name + ".draft")
     try:
-        draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
-    click.echo(f"wrote {path}", err=True)

@@ -14,11 +14,10 @@ from typing import Self
 
 from kvferry.bench.client import CompletionClient
 from kvferry.bench.legs_client import LegsClient, LegsTargets
-from kvferry.bench.vllm_plan import VllmDeployment
+from kvferry.bench.vllm import VllmDeployment
 from kvferry.cli.deployment import say
 from kvferry.clock import Clock
-from kvferry.cluster.vllm_command import VllmInstance
-from kvferry.cluster.vllm_process import VllmProcess, free_ports
+from kvferry.cluster.vllm_process import VllmInstance, VllmProcess, free_ports
 from kvferry.errors import ClusterError
 from kvferry.protocol.params import Role
 
@@ -30,7 +29,6 @@ class VllmSettings:
     """What all instances have in common."""
 
     python: Path
-    model_name: str
     model: str
     """Its folder."""
     dtype: str

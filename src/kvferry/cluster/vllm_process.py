@@ -1,5 +1,6 @@
 """One ``vllm serve`` and all that it starts: begun, awaited, paused, resumed, and ended for good.
 
+Meant for CPU hosts, where several instances share the machine; knows vLLM's options, not its code.
 Its processes are a session of their own; nothing of it is left behind, shared memory included.
 """
 
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -18,8 +21,7 @@ import aiohttp
 from kvferry.clock import Clock
 from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.process import ManagedProcess
-from kvferry.cluster.vllm_command import VllmInstance, vllm_command, vllm_environment
-from kvferry.errors import ClusterError
+from kvferry.errors import ClusterError, ConfigError
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2)
@@ -28,6 +30,76 @@ _END_S = 10.0
 """From SIGKILL to the end of every process."""
 _TRACKERS_S = 5.0
 """Of those, how long resource trackers have to end by themselves."""
+SERVED_NAME = "m"
+"""What requests call the model."""
+NO_BUSY_WAIT_FOLDER = Path(__file__).parents[3] / "tools" / "vllm_no_busy_wait"
+"""On PYTHONPATH of an instance it has busy waits sleep. Part of a checkout, not of a wheel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmInstance:
+    """One instance, on a core of its own."""
+
+    python: Path
+    """Of the environment that vLLM is installed in."""
+    model: str
+    port: int
+    side_channel_port: int
+    """Where vLLM's own NIXL connectors listen; free, and another for each instance."""
+    core: int
+    dtype: str = "bfloat16"
+    max_model_tokens: int = 8192
+    kv_cache_gib: int = 1
+    waits_quietly: bool = True
+    """Whether vLLM's busy waits sleep instead."""
+    transfer_config: Mapping[str, object] | None = None
+    arguments: tuple[str, ...] = ()
+    """Further ones of ``vllm serve``."""
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+def vllm_command(instance: VllmInstance) -> list[str]:
+    """Return the command line that serves ``instance`` on the loopback interface."""
+    command = [
+        str(instance.python.parent / "vllm"), "serve", instance.model,
+        "--host", "127.0.0.1", "--port", str(instance.port),
+        "--served-model-name", SERVED_NAME,
+        "--dtype", instance.dtype, "--enforce-eager",
+        "--max-model-len", str(instance.max_model_tokens), "--max-num-seqs", "16",
+        *instance.arguments,
+    ]  # fmt: skip
+    if instance.transfer_config is not None:
+        command += ["--kv-transfer-config", json.dumps(dict(instance.transfer_config))]
+    return command
+
+
+def vllm_environment(base: Mapping[str, str], instance: VllmInstance) -> dict[str, str]:
+    """Return ``base`` with what an instance needs that shares a host without a GPU or a network.
+
+    Raises ``ConfigError`` if it is to wait quietly and what that takes is not here.
+    """
+    added = {
+        "VLLM_CPU_KVCACHE_SPACE": str(instance.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": str(instance.core),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.side_channel_port),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if instance.waits_quietly:
+        if not NO_BUSY_WAIT_FOLDER.is_dir():
+            raise ConfigError(
+                f"{NO_BUSY_WAIT_FOLDER} is not there, which has vLLM's busy waits sleep: run "
+                "kvferry from a checkout, or leave the waits as they are (--as-is)"
+            )
+        added["PYTHONPATH"] = str(NO_BUSY_WAIT_FOLDER)
+    return {**base, **added}
 
 
 class VllmProcess:

@@ -118,7 +118,7 @@ def run_bench(serve_answer: ServeAnswer, client: CompletionClient, clock: FakeCl
         steps: list[int] = []
         bench = BackgroundBench(client, targets, plan, random.Random(1), clock)
         samples = await bench.run(on_step=lambda: steps.append(1))
-        assert len(steps) == bench.num_steps
+        assert len(steps) == plan.num_steps
         return samples
 
     return run
@@ -130,7 +130,7 @@ async def test_arms_alternate_over_prompts_that_prefill_has(
     deployment = _Deployment(clock)
     samples = await run_bench(decode_url, deployment)
     assert Counter(sample.arm for sample in samples) == dict.fromkeys(BackgroundArm, 2)
-    assert [sample.round for sample in samples] == [0, 0, 0, 1, 1, 1]
+    assert [sample.repeat for sample in samples] == [0, 0, 0, 1, 1, 1]
     assert all(sample.num_arrivals == 5 for sample in samples)
     assert {(s.arm, s.num_moved_bytes) for s in samples} == {
         (BackgroundArm.HELD, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import time
 from typing import Any
@@ -15,9 +16,9 @@ from kvferry.bench.handoff import (
     HandoffPlan,
     HandoffSample,
     Targets,
-    arm_orders,
     measure_handoffs,
 )
+from kvferry.bench.plan import arm_orders
 from kvferry.errors import ConfigError, MeasurementError
 from tests.unit.bench.conftest import Answer, ServeAnswer, with_mode
 
@@ -125,7 +126,7 @@ async def test_answers_that_are_not_their_arm_s_are_refused(
         {"repeats": 0},
         {"warmups": -1},
         {"max_tokens": 3},
-        {"first_token_id": 9, "last_token_id": 9},
+        {"last_token_id": 1},
     ],
 )
 def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any]) -> None:
@@ -164,7 +165,7 @@ def test_late_choice_needs_a_router_for_it() -> None:
 
 
 def test_every_arm_has_every_place_equally_often() -> None:
-    orders = arm_orders(tuple(Arm), random.Random(1))
+    orders = itertools.islice(arm_orders(tuple(Arm), random.Random(1)), 24)
     places = collections.Counter((place, arm) for o in orders for place, arm in enumerate(o))
     assert len(places) == 16
     assert set(places.values()) == {6}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.bench.turns_plan import SESSION_HEADER
+from kvferry.bench.turns import SESSION_HEADER
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import MeasurementError
 from kvferry.protocol.client_headers import READ_BACK_HEADER

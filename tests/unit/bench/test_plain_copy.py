@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.bench.plain_copy import PlainCopy
+from kvferry.bench.turns import PlainCopy
 
 
 class _Clock:

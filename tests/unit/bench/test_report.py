@@ -1,97 +1,104 @@
-"""The record holds raw samples and what follows from them; the table shows the same figures."""
+"""Quantiles and intervals against known values and their own invariants; tables are aligned."""
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
+import statistics
 
-from kvferry.bench.handoff import Arm, HandoffSample
-from kvferry.bench.report import format_table, handoff_record, handoff_table
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvferry.bench.report import (
+    Estimate,
+    format_table,
+    median_difference,
+    paired_ratio,
+    quantile,
+    summarise,
+)
 
-def _sample(arm: Arm, repeat: int, after_prefill_s: float, gap_s: float = 0.05) -> HandoffSample:
-    return HandoffSample(
-        arm=arm,
-        num_prompt_tokens=512,
-        repeat=repeat,
-        ttft_s=1.0,
-        until_prefill_end_s=1.0 - after_prefill_s,
-        after_prefill_s=after_prefill_s,
-        second_gap_s=gap_s,
-        decode_step_s=0.04,
-        num_received_tokens=512,
-        num_received_bytes=100,
-        transport="shm" if arm is Arm.PULL else "",
-    )
+_samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
 
-_SAMPLES = [
-    _sample(arm, repeat, base_s + repeat / 1000)
-    for arm, base_s in ((Arm.PULL, 0.010), (Arm.COLOCATED, 0.004))
-    for repeat in range(5)
-]
+@pytest.mark.parametrize(("fraction", "value"), [(0, 1), (0.25, 1.75), (0.5, 2.5), (1, 4)])
+def test_quantile_interpolates(fraction: float, value: float) -> None:
+    assert quantile([4, 1, 3, 2], fraction) == value
 
 
-def test_record_is_json_with_summaries_and_samples() -> None:
-    text = json.dumps(handoff_record(_SAMPLES, {"repeats": 5}, random.Random(1)))
-    record: dict[str, Any] = json.loads(text)
-    assert (record["record"], record["arguments"]) == ("handoff", {"repeats": 5})
-    assert len(record["samples"]) == 10
-    medians = {item["arm"]: item["after_prefill_s"]["median"] for item in record["summaries"]}
-    assert medians == {"colocated": 0.006, "pull": 0.012}
-    assert [(d["arm"], d["less"]) for d in record["differences"]] == [("pull", "colocated")]
-    assert record["ratios"] == []
-    difference = record["differences"][0]["after_prefill_s"]
-    assert round(difference["estimate"], 6) == 0.006
-    assert difference["low"] <= difference["estimate"] <= difference["high"]
-    assert record["machine"]["num_cores"] >= 1
+def test_summary_of_known_values() -> None:
+    summary = summarise([float(value) for value in range(1, 102)])
+    assert (summary.count, summary.median, summary.p90) == (101, 51, 91)
+    assert (summary.least, summary.greatest, summary.interquartile_range) == (1, 101, 50)
 
 
-def test_table_shows_medians_and_difference() -> None:
-    lines = handoff_table(_SAMPLES, random.Random(1)).splitlines()
-    assert lines[2].split()[:7] == ["512", "colocated", "5", "994.0", "(2.0)", "6.0", "(2.0)"]
-    assert lines[3].split()[:7] == ["512", "pull", "5", "988.0", "(2.0)", "12.0", "(2.0)"]
-    assert lines[4].split()[:5] == ["512", "pull", "less", "colocated", "-6.0"]
-    assert lines[4].split()[7] == "+6.0"
-    assert "transport: shm" in lines[-1]
+@given(_samples)
+def test_quantiles_are_ordered_and_within(samples: list[float]) -> None:
+    summary = summarise(samples)
+    ordered = [summary.least, summary.p25, summary.median, summary.p75, summary.greatest]
+    assert ordered == pytest.approx(sorted(ordered))
+    assert quantile(samples, 0.5) == pytest.approx(statistics.median(samples))
 
 
-_PUSHED = [*_SAMPLES, *(_sample(Arm.PUSH, n, 0.009 + n / 1000, 0.042) for n in range(5))]
+def test_interval_of_a_constant_is_a_point() -> None:
+    interval = median_difference([2.0] * 10, [0.0] * 10, random.Random(1))
+    assert (interval.low, interval.estimate, interval.high) == (2, 2, 2)
 
 
-def test_push_is_compared_with_pull() -> None:
-    record = json.loads(json.dumps(handoff_record(_PUSHED, {}, random.Random(1))))
-    assert [(r["arm"], r["over"]) for r in record["ratios"]] == [("push", "pull")]
-    gap, after = (record["ratios"][0][name] for name in ("extra_gap_s", "after_prefill_s"))
-    assert (round(gap["estimate"], 6), round(gap["upper_bound"], 6)) == (0.2, 0.2)
-    assert round(after["estimate"], 6) == round(11 / 12, 6)
-    assert after["low"] <= after["estimate"] <= after["upper_bound"] <= after["high"] < 1
-    line = next(
-        line for line in handoff_table(_PUSHED, random.Random(1)).splitlines() if "/ pull" in line
-    )
-    assert line.split()[:4] == ["512", "push", "/", "pull"]
-    assert line.endswith("0.200 [0.200, 0.200] < 0.200")
+def test_interval_covers_the_true_median_mostly() -> None:
+    rng = random.Random(7)
+    covered = 0
+    for _ in range(40):
+        samples = [rng.gauss(10, 3) for _ in range(30)]
+        interval = median_difference(samples, [rng.gauss(0, 3) for _ in range(30)], rng)
+        assert interval.low is not None
+        assert interval.high is not None
+        covered += interval.low <= 10 <= interval.high
+    assert covered >= 34
 
 
-def test_one_repeat_gives_no_interval() -> None:
-    once = [sample for sample in _PUSHED if sample.repeat == 0]
-    record = json.loads(json.dumps(handoff_record(once, {}, random.Random(1))))
-    difference, ratio = (record[name][0]["after_prefill_s"] for name in ("differences", "ratios"))
-    assert (difference["low"], difference["high"]) == (None, None)
-    assert (ratio["low"], ratio["high"], ratio["upper_bound"]) == (None, None, None)
-    lines = handoff_table(once, random.Random(1)).splitlines()
-    (less,) = [line for line in lines if "pull less colocated" in line]
-    assert "+6.0 [no interval: n = 1]" in less
-    (over,) = [line for line in lines if "push / pull" in line]
-    assert over.endswith("0.200 [no interval: n = 1]")
+def test_difference_has_its_sign() -> None:
+    rng = random.Random(3)
+    interval = median_difference([5.0, 6.0, 7.0], [1.0, 2.0, 3.0], rng)
+    assert interval.estimate == 4
+    assert interval.low is not None
+    assert interval.high is not None
+    assert 0 < interval.low <= 4 <= interval.high
 
 
-def test_a_ratio_to_nothing_is_no_ratio() -> None:
-    gapless = [_sample(arm, n, 0.01, 0.04) for arm in (Arm.PULL, Arm.PUSH) for n in range(3)]
-    record = json.loads(json.dumps(handoff_record(gapless, {}, random.Random(1))))
-    assert record["ratios"][0]["extra_gap_s"] is None
-    assert handoff_table(gapless, random.Random(1)).splitlines()[-3].split()[-1] == "-"
+def test_pairs_cancel_what_slows_both() -> None:
+    slowness = [1.0, 5.0, 2.0, 9.0, 3.0]
+    ratio = paired_ratio([1.2 * s for s in slowness], slowness, random.Random(3))
+    assert ratio is not None
+    assert (ratio.low, ratio.high) == pytest.approx((1.2, 1.2))
+
+
+def test_a_single_sample_has_no_interval() -> None:
+    rng = random.Random(1)
+    alone = {"low": None, "high": None, "upper_bound": None}
+    for first, second in (([5.0], [1.0]), ([5.0], [1.0, 1.0]), ([5.0, 5.0], [1.0])):
+        difference = median_difference(first, second, rng)
+        assert difference == Estimate(estimate=4.0, **alone)
+    ratio = paired_ratio([5.0], [2.0], rng)
+    assert ratio == Estimate(estimate=2.5, **alone)
+    assert paired_ratio([5.0], [0.0], rng) is None
+
+
+def test_ratio_has_its_bounds_in_order() -> None:
+    rng = random.Random(5)
+    first = [rng.gauss(11, 1) for _ in range(30)]
+    ratio = paired_ratio(first, [rng.gauss(10, 1) for _ in range(30)], rng)
+    assert ratio is not None
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.upper_bound is not None
+    assert ratio.low < ratio.estimate < ratio.upper_bound < ratio.high
+    assert ratio.estimate == pytest.approx(1.1, abs=0.06)
+
+
+@pytest.mark.parametrize("below", [[0.0, 0.0, 0.0], [1.0, 1.0, -1.0]])
+def test_no_ratio_where_what_is_below_may_not_be_positive(below: list[float]) -> None:
+    assert paired_ratio([1.0, 1.0, 1.0], below, random.Random(1)) is None
 
 
 def test_columns_are_aligned() -> None:

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.turns import TurnSample, TurnsBench
-from kvferry.bench.turns_plan import (
-    Shape,
+from kvferry.bench.turns import (
     TurnArm,
+    TurnSample,
+    TurnsBench,
     TurnsPlan,
-    draw_scripts,
     plan_conversations,
 )
 from kvferry.errors import MeasurementError
 from tests.unit.bench.turns_deployment import Json, ScriptedDeployment, serving
 
-_SHAPE = Shape(first_tokens=200, later_tokens=(70, 80), answer_tokens=4)
+_PLAN = TurnsPlan(shapes=((200, 70, 80),), answer_tokens=4)
 
 
 def _copy_s(num_bytes: int) -> float:
@@ -34,8 +33,8 @@ async def _run(
     repeats: range = range(1),
     on_turn: Callable[[TurnSample], None] = lambda sample: None,
 ) -> list[TurnSample]:
-    plan, rng = TurnsPlan(shapes=(_SHAPE,)), random.Random(1)
-    conversations = plan_conversations(arms, repeats, lambda: draw_scripts(plan, rng), rng, "run")
+    rng = random.Random(1)
+    conversations = plan_conversations(arms, repeats, lambda: _PLAN.draw_scripts(rng), rng, "run")
     async with serving(deployment) as client:
         bench = TurnsBench(client, deployment.targets, _copy_s)
         return await bench.run(conversations, on_turn=on_turn)

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from kvferry.bench.client import StreamedAnswer
-from kvferry.bench.turns_plan import (
+from kvferry.bench.plan import arm_rotations
+from kvferry.bench.turns import (
     Conversation,
-    Shape,
     TurnArm,
     TurnsPlan,
-    arm_rotations,
-    draw_scripts,
-    growing,
     plan_conversations,
+    token_script,
     with_histories,
 )
 from kvferry.errors import ConfigError
 
-_SHAPE = Shape(first_tokens=5, later_tokens=(2, 3), answer_tokens=4)
-_PLAN = TurnsPlan(shapes=(_SHAPE, *with_histories([9], new_tokens=1, answer_tokens=2)))
+_SHAPE = (5, 2, 3)
+_PLAN = TurnsPlan(
+    shapes=(_SHAPE, *with_histories([9], new_tokens=1, answer_tokens=4)), answer_tokens=4
+)
 
 
 def _answer(*token_ids: int) -> StreamedAnswer:
@@ -43,32 +43,26 @@ def _answer(*token_ids: int) -> StreamedAnswer:
 def _planned(seed: int = 1, run_id: str = "run") -> list[Conversation]:
     rng = random.Random(seed)
     return plan_conversations(
-        tuple(TurnArm), range(-1, 4), lambda: draw_scripts(_PLAN, rng), rng, run_id
+        tuple(TurnArm), range(-1, 4), lambda: _PLAN.draw_scripts(rng), rng, run_id
     )
 
 
 def test_prompts_grow_by_the_answer_and_what_is_new() -> None:
-    script, _ = draw_scripts(_PLAN, random.Random(1))
-    first = script.fields([])
-    assert [len(tokens) for tokens in script.user_tokens] == [5, 2, 3]
-    assert first == {"prompt": list(script.user_tokens[0]), "max_tokens": 4, "ignore_eos": True}
+    drawn, _ = _PLAN.draw_scripts(random.Random(1))
+    assert drawn.num_turns == 3
+    prompt: Any = drawn.fields([])["prompt"]
+    assert len(prompt) == 5
+    script = token_script([[1, 2, 3], [4], [5, 6]], 4)
+    assert script.fields([]) == {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
     answers = [_answer(90, 91), _answer(92)]
-    assert script.fields(answers)["prompt"] == [
-        *script.user_tokens[0],
-        *(90, 91),
-        *script.user_tokens[1],
-        92,
-        *script.user_tokens[2],
-    ]
-    assert script.num_turns == 3
+    assert script.fields(answers)["prompt"] == [1, 2, 3, *(90, 91), 4, 92, 5, 6]
+    grown: Any = drawn.fields(answers)["prompt"]
+    assert (len(grown), grown[:5], grown[5:7]) == (5 + 2 + 2 + 1 + 3, prompt, [90, 91])
 
 
-def test_shapes_have_the_lengths_that_are_asked_for() -> None:
-    (grown,) = growing(num_turns=3, first_tokens=7, turn_tokens=5, answer_tokens=2)
-    assert grown == Shape(first_tokens=7, later_tokens=(5, 5), answer_tokens=2)
+def test_histories_have_the_lengths_that_are_asked_for() -> None:
     short, long = with_histories([100, 200], new_tokens=9, answer_tokens=16)
-    assert short == Shape(first_tokens=84, later_tokens=(9,), answer_tokens=16)
-    assert long.first_tokens + long.answer_tokens == 200
+    assert (short, long) == ((84, 9), (184, 9))
 
 
 def test_every_arm_has_the_same_scripts_under_a_name_of_its_own() -> None:
@@ -81,15 +75,19 @@ def test_every_arm_has_the_same_scripts_under_a_name_of_its_own() -> None:
     for same in by_script.values():
         assert {item.arm for item in same} == set(TurnArm)
         assert len({item.script for item in same}) == 1
-    assert len({item.script for item in planned}) == 10
+    assert len({str(item.script.fields([])) for item in planned}) == 10
     assert [item.repeat for item in planned] == sorted(item.repeat for item in planned)
+
+
+def _prompts(conversations: list[Conversation]) -> list[object]:
+    return [item.script.fields([])["prompt"] for item in conversations]
 
 
 def test_another_run_shares_no_name_but_has_the_same_prompts() -> None:
     ours, theirs = _planned(run_id="a"), _planned(run_id="b")
     assert {item.name for item in ours}.isdisjoint(item.name for item in theirs)
-    assert [item.script for item in ours] == [item.script for item in theirs]
-    assert [item.script for item in ours] != [item.script for item in _planned(seed=2)]
+    assert _prompts(ours) == _prompts(theirs)
+    assert _prompts(ours) != _prompts(_planned(seed=2))
 
 
 def test_requests_name_their_conversation_and_say_what_they_want() -> None:
@@ -127,7 +125,7 @@ def test_the_number_of_requests_is_that_of_the_planned_turns() -> None:
         {"shapes": (_SHAPE, _SHAPE)},
         {"repeats": 0},
         {"warmups": -1},
-        {"first_token_id": 9, "last_token_id": 9},
+        {"last_token_id": 1},
     ],
 )
 def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any]) -> None:
@@ -136,13 +134,11 @@ def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "answer"), [(5, (), 4), (0, (2,), 4), (5, (2, 0), 4), (5, (2,), 0)]
+    ("shape", "answer"), [((5,), 4), ((), 4), ((0, 2), 4), ((5, 2, 0), 4), ((5, 2), 0)]
 )
-def test_shapes_with_nothing_to_reuse_are_refused(
-    first: int, later: tuple[int, ...], answer: int
-) -> None:
+def test_shapes_with_nothing_to_reuse_are_refused(shape: tuple[int, ...], answer: int) -> None:
     with pytest.raises(ConfigError):
-        Shape(first_tokens=first, later_tokens=later, answer_tokens=answer)
+        TurnsPlan(shapes=(shape,), answer_tokens=answer)
 
 
 def test_a_history_must_be_longer_than_its_answer() -> None:

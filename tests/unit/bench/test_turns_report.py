@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.turns import TurnSample
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.turns import TurnArm, TurnSample
 from kvferry.bench.turns_report import (
     check_answers,
     compare_turns,
+    report_turns,
     ttft_curves,
-    turns_record,
-    turns_table,
 )
 from tests.unit.bench.turns_deployment import sample_of
 
@@ -34,13 +32,15 @@ _SAMPLES = [
 
 
 def _record(samples: list[TurnSample]) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(json.dumps(turns_record(samples, {}, random.Random(1))))
+    record: dict[str, Any] = json.loads(
+        json.dumps(report_turns(samples, random.Random(1)).record({}))
+    )
     return record
 
 
 def test_read_back_is_compared_with_warm_and_recompute_at_every_history() -> None:
     compared = compare_turns(_SAMPLES, random.Random(1))
-    assert [(c.turn, c.num_history_tokens, c.arm) for c in compared] == [
+    assert [(c.place[1], c.place[2], c.arm) for c in compared] == [
         (2, 1000, TurnArm.READ_BACK),
         (2, 1000, TurnArm.READ_BACK_PUSH),
         (3, 2000, TurnArm.READ_BACK),
@@ -62,7 +62,7 @@ def test_what_was_not_run_is_not_compared() -> None:
         assert (item.over_warm, item.recompute_over, item.less_warm_s) == (None, None, None)
     without = [sample for sample in _SAMPLES if not sample.arm.reads_back]
     assert compare_turns(without, random.Random(1)) == []
-    assert "limit ms" not in turns_table(without, random.Random(1))
+    assert "limit ms" not in report_turns(without, random.Random(1)).text
     failed = [
         sample_of(TurnArm.READ_BACK, 2, 0.1, plain_copy_s=None),
         sample_of(TurnArm.WARM, 2, 0.1),
@@ -89,7 +89,7 @@ def test_record_is_json_with_every_sample_and_summary() -> None:
 
 
 def test_table_shows_medians_and_comparisons() -> None:
-    lines = turns_table(_SAMPLES, random.Random(1)).splitlines()
+    lines = report_turns(_SAMPLES, random.Random(1)).text.splitlines()
     cells = lines[4].split()
     assert cells[:7] == ["1000", "100", "read-back", "3", "101.0", "(1.0)", "10.0"]
     assert cells[8:] == ["0", "1000", "100", "3", "received"]
@@ -124,7 +124,7 @@ def test_answers_are_compared_until_they_differ() -> None:
 def test_one_arm_has_no_answers_to_compare_and_read_backs_compare_with_the_first() -> None:
     alone = [sample_of(TurnArm.READ_BACK, turn, 0.1) for turn in (1, 2)]
     assert check_answers(alone) == []
-    assert "answers of" not in turns_table(alone, random.Random(1))
+    assert "answers of" not in report_turns(alone, random.Random(1)).text
     both = [*alone, *(sample_of(TurnArm.READ_BACK_PUSH, turn, 0.1) for turn in (1, 2))]
     (check,) = check_answers(both)
     assert (check.arm, check.reference) == (TurnArm.READ_BACK_PUSH, TurnArm.READ_BACK)
@@ -132,10 +132,10 @@ def test_one_arm_has_no_answers_to_compare_and_read_backs_compare_with_the_first
 
 def test_curves_are_medians_by_prompt_length() -> None:
     curves = ttft_curves(_SAMPLES)
-    assert [curve.arm for curve in curves] == list(TurnArm)
-    assert [point.num_prompt_tokens for point in curves[0].points] == [100, 1100, 2100]
-    point = curves[2].points[1]
-    assert (point.p25_s, point.median_s, point.p75_s) == pytest.approx((0.1005, 0.101, 0.1015))
+    assert list(curves) == list(TurnArm)
+    assert [length for length, _ in curves[TurnArm.RECOMPUTE]] == [100, 1100, 2100]
+    _, spread = curves[TurnArm.READ_BACK][1]
+    assert (spread.p25, spread.median, spread.p75) == pytest.approx((0.1005, 0.101, 0.1015))
 
 
 def test_failed_read_backs_are_counted_by_outcome() -> None:
@@ -151,13 +151,13 @@ def test_failed_read_backs_are_counted_by_outcome() -> None:
         )
         for number, outcome in enumerate(outcomes)
     ]
-    assert "2 gone, 1 received" in turns_table(samples, random.Random(1))
+    assert "2 gone, 1 received" in report_turns(samples, random.Random(1)).text
     assert _record(samples)["summaries"][0]["num_turns_read_back"] == 1
 
 
 def test_one_conversation_gives_no_interval() -> None:
     once = [sample for sample in _SAMPLES if sample.repeat == 0]
-    lines = turns_table(once, random.Random(1)).splitlines()
+    lines = report_turns(once, random.Random(1)).text.splitlines()
     compared = [line for line in lines if "[" in line and line.startswith("1000")]
     assert [line.count("[no interval: n = 1]") for line in compared] == [3, 3]
     assert "1.250 [no interval: n = 1]" in compared[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.vllm_plan import VllmArm, VllmDeployment, VllmPlan, plan_steps
+from kvferry.bench.vllm import VllmArm, VllmDeployment, VllmPlan, plan_steps
 from kvferry.errors import ConfigError
 from kvferry.protocol.params import Role
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.vllm_bench import VllmSample
-from kvferry.bench.vllm_plan import VllmArm
-from kvferry.bench.vllm_report import compare_arms, vllm_record, vllm_table
+from kvferry.bench.vllm import VllmArm, VllmSample, report_vllm
 
 
 def _sample(arm: VllmArm, repeat: int, after_s: float, **fields: Any) -> VllmSample:  # noqa: ANN401
@@ -43,26 +41,28 @@ _TURNS = [
 ]
 
 
+def _ratios(samples: list[VllmSample]) -> Any:  # noqa: ANN401
+    return report_vllm(samples, random.Random(1)).record({})["ratios"]
+
+
 def test_the_ratio_is_that_of_what_exceeds_a_step() -> None:
-    (ratio,) = compare_arms(_HANDOFFS, random.Random(1))
-    assert (ratio.arm, ratio.over) == (VllmArm.FERRY_PULL, VllmArm.NIXL_PULL)
-    found = ratio.ratios["extra_after_prefill_s"]
-    assert found is not None
-    assert found.estimate == pytest.approx(0.011 / 0.021)
+    (ratio,) = _ratios(_HANDOFFS)
+    assert (ratio["arm"], ratio["over"]) == ("ferry-pull", "nixl-pull")
+    assert ratio["extra_after_prefill_s"]["estimate"] == pytest.approx(0.011 / 0.021)
 
 
 def test_the_table_shows_handoffs_and_turns_with_their_ratios() -> None:
-    shown = vllm_table([*_HANDOFFS, *_TURNS], random.Random(1))
+    shown = report_vllm([*_HANDOFFS, *_TURNS], random.Random(1)).text
     assert "21.0 (1.0)" in shown
     assert "ferry-pull / nixl-pull" in shown
     assert "ferry-recompute / ferry-read-back" in shown
     assert "12.000 [no interval: n = 1]" in shown
     assert shown.count("read back") >= 2
-    assert "second turn" not in vllm_table(_HANDOFFS, random.Random(1))
+    assert "second turn" not in report_vllm(_HANDOFFS, random.Random(1)).text
 
 
 def test_the_record_keeps_every_sample() -> None:
-    record = vllm_record([*_HANDOFFS, *_TURNS], {"seed": 1}, random.Random(1))
+    record = report_vllm([*_HANDOFFS, *_TURNS], random.Random(1)).record({"seed": 1})
     kept: Any = json.loads(json.dumps(record))
     assert len(kept["samples"]) == 8
     assert {(s["arm"], s["num_prompt_tokens"]) for s in kept["summaries"]} == {
@@ -71,12 +71,10 @@ def test_the_record_keeps_every_sample() -> None:
         ("ferry-recompute", 2148),
         ("ferry-read-back", 2148),
     }
-    assert kept["ratios"][0]["ratios"]["extra_after_prefill_s"]["upper_bound"] < 1
+    assert kept["ratios"][0]["extra_after_prefill_s"]["upper_bound"] < 1
 
 
 def test_only_repeats_that_both_arms_have_are_compared() -> None:
     odd = _sample(VllmArm.FERRY_PULL, 3, 9.0)
-    assert compare_arms([*_HANDOFFS, odd], random.Random(1)) == compare_arms(
-        _HANDOFFS, random.Random(1)
-    )
-    assert compare_arms([_HANDOFFS[0], odd], random.Random(1)) == []
+    assert _ratios([*_HANDOFFS, odd]) == _ratios(_HANDOFFS)
+    assert _ratios([_HANDOFFS[0], odd]) == []

@@ -12,8 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.turns import TurnSample, TurnTargets
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.turns import TurnArm, TurnSample, TurnTargets
 from kvferry.clock import SystemClock
 
 Json = dict[str, Any]

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.handoff import Arm
-from kvferry.cli.bench_transfer import format_measurements
+from kvferry.bench.transfer import CopyMeasurement, report_copies
 from kvferry.cli.main import run
-from kvferry.transport.measure import CopyMeasurement
 
 _A = "http://127.0.0.1:1"
 
@@ -110,5 +109,5 @@ def test_transfer_table_has_speeds_and_ratio() -> None:
         plain_bytes_per_s=4 * 2**30,
         ratio=0.75,
     )
-    cells = format_measurements([measured]).splitlines()[2].split()
+    cells = report_copies([measured]).text.splitlines()[2].split()
     assert cells == ["shm", "READ", "scattered", "64.0", "3.00", "4.00", "0.750"]

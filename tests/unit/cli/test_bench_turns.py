@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.turns import TurnArm
 from kvferry.cli.bench_turns import resettable, targets_of
 from kvferry.cli.main import run
 from kvferry.cluster.supervisor import Deployment, RunningInstance

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from kvferry.bench.client import CompletionClient
-from kvferry.bench.vllm_plan import VllmDeployment
+from kvferry.bench.vllm import VllmDeployment
+from kvferry.cli.bench_vllm import deployments_that_fit, vllm_python
 from kvferry.cli.main import run
-from kvferry.cli.vllm_options import deployments_that_fit, vllm_python
 from kvferry.cli.vllm_stage import VllmSettings, VllmStage
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.clock import SystemClock
@@ -33,7 +33,6 @@ def _settings(tmp_path: Path, *arguments: str) -> VllmSettings:
     core = min(os.sched_getaffinity(0))
     return VllmSettings(
         python=pretend_vllm(tmp_path / "bin"),
-        model_name="none",
         model="none",
         dtype="bfloat16",
         cores=(core, core),

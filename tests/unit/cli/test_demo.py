@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.chats import ChatRow
-from kvferry.bench.reuse import ReuseRow
-from kvferry.bench.turns import TurnSample
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.demo import ChatRow, ReuseRow
+from kvferry.bench.turns import TurnArm, TurnSample
 from kvferry.cli.demo import (
     _HEADER,
     CONVERSATION_HEADER,

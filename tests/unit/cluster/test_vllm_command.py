@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cluster.vllm_command import VllmInstance, vllm_command, vllm_environment
+from kvferry.cluster.vllm_process import VllmInstance, vllm_command, vllm_environment
 
 _INSTANCE = VllmInstance(
     python=Path("/environment/bin/python"),

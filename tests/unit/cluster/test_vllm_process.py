@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.clock import SystemClock
 from kvferry.cluster.leftovers import shared_memory_of
-from kvferry.cluster.vllm_command import VllmInstance
-from kvferry.cluster.vllm_process import VllmProcess, free_ports, session_members
+from kvferry.cluster.vllm_process import VllmInstance, VllmProcess, free_ports, session_members
 from kvferry.errors import ClusterError
 from tests.unit.cluster.pretended_vllm import pretend_vllm
 

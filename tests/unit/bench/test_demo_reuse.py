@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.bench.reuse import ReuseRow, reuse_rows
-from kvferry.bench.turns_plan import TurnArm
+from kvferry.bench.demo import ReuseRow, reuse_rows
+from kvferry.bench.turns import TurnArm
 from tests.unit.bench.turns_deployment import sample_of
 
 _OFF, _ON = TurnArm.RECOMPUTE, TurnArm.READ_BACK_PUSH

@@ -1,4 +1,4 @@
-"""A second process with a pool, driven over its standard input: for measurements and fault tests.
+"""A second process with a pool, driven over its standard input, for tests of faults.
 
 It ends when its input does, so it never outlives the process that started it. Knows a transport by
 its name, and nothing of requests or leases.
@@ -104,13 +104,13 @@ class PeerProcess:
 
     def __init__(self, setup: PeerSetup, launcher: Sequence[str] = ()) -> None:
         """``launcher`` is a command that runs the process as its only child; none: started here."""
-        package = Path(__file__).parents[2]
+        root = Path(__file__).parents[2]
         arguments = [sys.executable, "-m", __name__, msgspec.json.encode(setup).decode()]
         self._process = subprocess.Popen(
             [*launcher, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(package)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((f"{root}/src", str(root)))},
             bufsize=0,
         )
         self.metadata = self.wait_reply().metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.bench.background import BackgroundPlan
-from kvferry.cli.bench_background import sized_for_background
+from kvferry.cli.bench_handoff import sized_for_background
 from kvferry.cluster.topology import InstanceGroup, Topology
 
 

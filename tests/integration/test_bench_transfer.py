@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.bench.transfer import CopyPlan, measure_copy
 from kvferry.errors import ConfigError
-from kvferry.transport.measure import CopyPlan, measure_copy
 from kvferry.transport.registry import available_transports
 
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.picture import draw_ttft, ttft_figure
-from kvferry.bench.turns_plan import TurnArm
-from kvferry.bench.turns_report import ttft_curves
+from kvferry.bench.turns import TurnArm
+from kvferry.bench.turns_report import draw_ttft, ttft_curves, ttft_figure
 from kvferry.errors import ConfigError
 from tests.unit.bench.turns_deployment import sample_of
 
-_CURVES = ttft_curves([sample_of(arm, turn, 0.1 * turn) for arm in TurnArm for turn in (1, 2)])
+_SAMPLES = [sample_of(arm, turn, 0.1 * turn) for arm in TurnArm for turn in (1, 2)]
 
 
 def test_every_arm_is_a_line_in_milliseconds() -> None:
-    (axes,) = ttft_figure(_CURVES, "a model").axes
+    (axes,) = ttft_figure(ttft_curves(_SAMPLES), "a model").axes
     assert axes.get_xlabel() == "prompt length (tokens, history included)"
     assert axes.get_ylabel() == "time to first token (ms)"
     assert len(axes.lines) == len(TurnArm)
@@ -32,14 +31,14 @@ def test_every_arm_is_a_line_in_milliseconds() -> None:
 
 def test_the_file_is_a_png_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "turns.png"
-    draw_ttft(_CURVES, path, subtitle="")
+    draw_ttft(_SAMPLES, path, subtitle="")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write"):
-        draw_ttft(_CURVES, tmp_path / "none" / "turns.png", subtitle="")
+        draw_ttft(_SAMPLES, tmp_path / "none" / "turns.png", subtitle="")
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -47,5 +46,5 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kvferry\[plot\]"):
-        draw_ttft(_CURVES, tmp_path / "turns.png", subtitle="")
+        draw_ttft(_SAMPLES, tmp_path / "turns.png", subtitle="")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Chats of growing length through a router, by each mode, compared with one plain instance.
+"""What the demo shows: chats by each mode beside one plain instance, a conversation with reuse.
 
 Owns what is asked and what counts as right; prints nothing.
 """
@@ -9,9 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client import CompletionClient, StreamedAnswer
+from kvferry.bench.turns import Script, TurnArm, TurnSample
 from kvferry.errors import MeasurementError
 
 CHAT_PATH = "/v1/chat/completions"
+REUSE_ARMS = (TurnArm.RECOMPUTE, TurnArm.READ_BACK_PUSH)
+"""The conversation with reuse off, and on."""
+_LEAST_READ_BACK_SHARE = 0.5
+"""Of the history: answers may be split into other tokens when they are sent back."""
 _SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
 _SHIPS = ("Aurora", "Borealis", "Calypso", "Dorado", "Electra")
 _TOWNS = ("Bergen", "Cork", "Dover", "Esbjerg", "Gdansk", "Hull", "Izmir")
@@ -75,34 +80,7 @@ def chat_messages(num_notes: int) -> list[dict[str, str]]:
     return [_SYSTEM, {"role": "user", "content": "\n".join([*lines, question])}]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatScript:
-    """A chat of several turns: what the user says, whatever is answered."""
-
-    user_messages: tuple[str, ...]
-    max_tokens: int
-
-    @property
-    def path(self) -> str:
-        """Where it is posted to."""
-        return CHAT_PATH
-
-    @property
-    def num_turns(self) -> int:
-        """How often the user says something."""
-        return len(self.user_messages)
-
-    def fields(self, answers: Sequence[StreamedAnswer]) -> dict[str, object]:
-        """Return the body fields of the turn that follows ``answers``."""
-        messages = [_SYSTEM]
-        for number, content in enumerate(self.user_messages[: len(answers) + 1]):
-            messages.append({"role": "user", "content": content})
-            if number < len(answers):
-                messages.append({"role": "assistant", "content": answers[number].text})
-        return {"messages": messages, "max_tokens": self.max_tokens}
-
-
-def logbook_chat(notes: Sequence[int], max_tokens: int) -> ChatScript:
+def logbook_chat(notes: Sequence[int], max_tokens: int) -> Script:
     """Return a chat in which the user shows another page of a logbook every turn.
 
     The page of turn i has ``notes[i]`` lines.
@@ -113,7 +91,16 @@ def logbook_chat(notes: Sequence[int], max_tokens: int) -> ChatScript:
         title = f"Page {number + 1} of the logbook:"
         question = f"Which ship is named first on page {number + 1}?"
         pages.append("\n".join([title, *logbook(range(begin, begin + count)), question]))
-    return ChatScript(tuple(pages), max_tokens)
+
+    def fields(answers: Sequence[StreamedAnswer]) -> dict[str, object]:
+        messages = [_SYSTEM]
+        for page, answer in zip(pages, answers, strict=False):
+            messages.append({"role": "user", "content": page})
+            messages.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "user", "content": pages[len(answers)]})
+        return {"messages": messages, "max_tokens": max_tokens}
+
+    return Script(CHAT_PATH, len(pages), fields)
 
 
 async def run_chats(
@@ -175,3 +162,43 @@ def complaints(rows: list[ChatRow], plan: ChatPlan) -> list[str]:
             f"the longest prompt has {longest} tokens, fewer than {plan.least_longest_tokens}"
         )
     return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseRow:
+    """One turn of the conversation under both arms."""
+
+    off: TurnSample
+    on: TurnSample
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both answered the same tokens."""
+        return self.off.answer == self.on.answer
+
+    @property
+    def times_faster(self) -> float:
+        """How much sooner the first token came with reuse on."""
+        return self.off.ttft_s / self.on.ttft_s
+
+    def complaint(self) -> str | None:
+        """What is wrong with this turn, if anything."""
+        turn = f"turn {self.on.turn} of the conversation"
+        if not self.is_same:
+            return f"{turn}: reuse on and off gave other tokens"
+        wanted = _LEAST_READ_BACK_SHARE * self.on.num_history_tokens
+        if self.on.num_read_back_tokens < wanted:
+            return (
+                f"{turn}: {self.on.num_read_back_tokens} of {self.on.num_history_tokens} tokens "
+                f"of history were read back: {self.on.outcome or 'it was not tried'}"
+            )
+        return None
+
+
+def reuse_rows(samples: Sequence[TurnSample]) -> list[ReuseRow]:
+    """Return the turns of one conversation that was held under both arms, in order."""
+    off, on = (
+        sorted((s for s in samples if s.arm is arm), key=lambda sample: sample.turn)
+        for arm in REUSE_ARMS
+    )
+    return [ReuseRow(*pair) for pair in zip(off, on, strict=True)]

@@ -8,8 +8,14 @@ import random
 import pytest
 
 from kvferry.bench.legs_client import LegsClient
-from kvferry.bench.vllm_bench import VllmBench, VllmSample
-from kvferry.bench.vllm_plan import VllmArm, VllmDeployment, VllmPlan, VllmStep
+from kvferry.bench.vllm import (
+    VllmArm,
+    VllmBench,
+    VllmDeployment,
+    VllmPlan,
+    VllmSample,
+    VllmStep,
+)
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import MeasurementError
 from tests.unit.bench.scripted_vllm import ScriptedPair, serving_pair

@@ -27,7 +27,7 @@ class _AgentConfig(Protocol):
     pthrDelay: int
 
 
-def _calm_broadcast(module: ModuleType) -> None:
+def _sleep_in_broadcasts(module: ModuleType) -> None:
     def wait(self: _Spinning, timeout_ms: float | None = None) -> None:
         # Never the wait for a wake-up: one that is lost would cost its whole time.
         if self.is_reader:
@@ -36,41 +36,41 @@ def _calm_broadcast(module: ModuleType) -> None:
     module.SpinCondition.wait = wait
 
 
-def _calm_nixl(module: ModuleType) -> None:
+def _delay_nixl_progress(module: ModuleType) -> None:
     make_agent: Callable[[str, _AgentConfig], object] = module.nixlBind.nixlAgent
 
-    def make_calm_agent(name: str, config: _AgentConfig) -> object:
+    def make_delayed_agent(name: str, config: _AgentConfig) -> object:
         config.pthrDelay = _PROGRESS_DELAY_US
         return make_agent(name, config)
 
-    module.nixlBind.nixlAgent = make_calm_agent
+    module.nixlBind.nixlAgent = make_delayed_agent
 
 
-_CALM: dict[str, Callable[[ModuleType], None]] = {
-    "vllm.distributed.device_communicators.shm_broadcast": _calm_broadcast,
-    "nixl_cu12._api": _calm_nixl,
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.distributed.device_communicators.shm_broadcast": _sleep_in_broadcasts,
+    "nixl_cu12._api": _delay_nixl_progress,
 }
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds as the others do, and calms a module right after it was executed."""
+    """Finds as the others do, and changes a module right after it was executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        calm = _CALM.get(fullname)
-        if calm is None:
+        change = _CHANGES.get(fullname)
+        if change is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_calm(module: ModuleType) -> None:
+        def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            calm(module)
+            change(module)
 
-        spec.loader.exec_module = execute_and_calm  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
 
 

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.measure import Comparison, MeasureOptions, measure_engine
+from kvferry.bench.engine import EngineComparison, MeasureOptions, measure_engine
+from tests.support.tiny_model import make_tiny_model
 
 
 @pytest.mark.slow
-def test_every_figure_is_measured(tiny_model_dir: Path) -> None:
+def test_every_figure_is_measured(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     options = MeasureOptions(num_rounds=2, prompt_tokens=(64, 96), dtype="float32")
-    found = measure_engine(tiny_model_dir, options, progress=lambda *step: seen.append(step))
+    found = measure_engine(
+        make_tiny_model(tmp_path / "model"), options, progress=lambda *step: seen.append(step)
+    )
     assert [comparison.name for comparison in found.comparisons] == [
         "prefill 64 against plain",
         "prefill 96 against plain",
@@ -26,8 +29,8 @@ def test_every_figure_is_measured(tiny_model_dir: Path) -> None:
 
 
 def test_goals_have_a_direction() -> None:
-    def comparison(ratio: float, at_most: bool) -> Comparison:
-        return Comparison(
+    def comparison(ratio: float, at_most: bool) -> EngineComparison:
+        return EngineComparison(
             name="x", unit="s", ours=1, reference=1, ratio=ratio, ratio_low=ratio,
             ratio_high=ratio, goal=2.0, at_most=at_most,
         )  # fmt: skip

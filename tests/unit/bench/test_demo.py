@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.chats import (
+from kvferry.bench.client import CompletionClient, StreamedAnswer
+from kvferry.bench.demo import (
     ChatPlan,
     ChatRow,
     chat_messages,
@@ -14,7 +15,6 @@ from kvferry.bench.chats import (
     logbook_chat,
     run_chats,
 )
-from kvferry.bench.client import CompletionClient, StreamedAnswer
 from kvferry.errors import MeasurementError
 from tests.unit.bench.conftest import ServeAnswer, with_mode
 

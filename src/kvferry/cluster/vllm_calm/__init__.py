@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH of vLLM processes that share few cores; no package for imports."""
