@@ -31,6 +31,7 @@ print("MODULES " + json.dumps([code, names, len(sys.modules)]))
         ["bench", "handoff", "--help"],
         ["bench", "turns", "--help"],
         ["engine", "serve", "--help"],
+        ["engine", "simulate", "--help"],
         ["router", "--help"],
         ["doctor", "--help"],
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvferry.cli.engine_simulate import simulate
 from kvferry.cli.options import log_level_option, options, ready_file_option
+from kvferry.cli.record_file import write_json
 from kvferry.connector.config import ExchangeConfig, is_loopback
 from kvferry.engine.config import EngineConfig
 from kvferry.protocol.user_key import KeyChoice
@@ -83,15 +84,14 @@ def _announce(url: str, info: InstanceInfo, ready_file: Path | None) -> None:
         f"control {info.control_address} transport {info.transport} "
         f"blocks {info.num_blocks}"
     )
-    if ready_file is None:
-        return
     content = {
         "url": url,
         "control_address": info.control_address,
         "instance_id": info.instance_id,
         "pid": os.getpid(),
     }
-    # Renamed, since others poll for it: it is there whole or not at all.
-    partial = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    partial.replace(ready_file)
+    if ready_file is not None:
+        write_json(ready_file, content)
+
+
+engine.add_command(simulate)

@@ -26,7 +26,10 @@ def write_record(path: Path | None, record: Mapping[str, object]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write ``content`` to ``path``. Raises ``ConfigError`` if it fails."""
+    """Write ``content`` to ``path``, where others may wait for it.
+
+    Raises ``ConfigError`` if it fails.
+    """
     draft = path.with_name(path.name + ".draft")
     try:
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
