@@ -7,13 +7,34 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvferry.connector.pull.table import RECEIVER, SENDER
 from kvferry.connector.push.table import PUSH_RECEIVER, PUSH_SENDER
+from kvferry.connector.table import ActionT, EventT, StateT, Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- tables:begin -->"
 END = "<!-- tables:end -->"
+TABLES: tuple[Any, ...] = (RECEIVER, SENDER, PUSH_RECEIVER, PUSH_SENDER)
+
+
+def to_markdown(table: Table[StateT, EventT, ActionT]) -> str:
+    """Return the rules as a Markdown table."""
+    lines = ["| state | event | next state | actions |", "|---|---|---|---|"]
+    for state, event, rule in table.all_rules():
+        actions = ", ".join(f"`{action}`" for action in rule.actions) or "none"
+        lines.append(f"| `{state}` | `{event}` | `{rule.next_state}` | {actions} |")
+    return "\n".join(lines)
+
+
+def to_mermaid(table: Table[StateT, EventT, ActionT]) -> str:
+    """Return the rules as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {table.initial}"]
+    for state, event, rule in table.all_rules():
+        lines.append(f"    {state} --> {rule.next_state}: {event}")
+    lines.append(f"    {table.final} --> [*]")
+    return "\n".join(lines)
 
 
 def render(page: str) -> str:
@@ -21,8 +42,8 @@ def render(page: str) -> str:
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     sections = [
-        f"### The {table.name}\n\n```mermaid\n{table.to_mermaid()}\n```\n\n{table.to_markdown()}"
-        for table in (RECEIVER, SENDER, PUSH_RECEIVER, PUSH_SENDER)
+        f"### The {table.name}\n\n```mermaid\n{to_mermaid(table)}\n```\n\n{to_markdown(table)}"
+        for table in TABLES
     ]
     return f"{head}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{tail}"
 

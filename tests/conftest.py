@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.protocol.signing import CLUSTER_KEY_VARIABLE
-from kvferry.protocol.user_key import FOLDER_VARIABLE
+from kvferry.protocol.keys import CLUSTER_KEY_VARIABLE, FOLDER_VARIABLE
 
 _DEFAULT_SOAK_S = 20.0
 

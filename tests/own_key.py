@@ -10,10 +10,10 @@ from typing import Any
 import zmq
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.curve_keys import derive_curve_keys
+from kvferry.protocol.codec import derive_curve_keys
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.keys import OwnKey, load_user_key
 from kvferry.protocol.signing import signature_headers
-from kvferry.protocol.user_key import OwnKey, load_user_key
 
 
 def own_key() -> OwnKey:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.connector.machine.table import Table
+from kvferry.connector.table import Table
 
 _followed: set[tuple[str, str, str]] = set()
 _follow: Callable[..., None] = Table._follow

@@ -9,9 +9,9 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
-from kvferry.connector.machine.table import Table
 from kvferry.connector.pull.table import RECEIVER, SENDER
 from kvferry.connector.push.table import PUSH_RECEIVER, PUSH_SENDER
+from kvferry.connector.table import Table
 
 TABLES: list[Table[StrEnum, StrEnum, StrEnum]] = [RECEIVER, SENDER, PUSH_SENDER, PUSH_RECEIVER]  # type: ignore[list-item]
 

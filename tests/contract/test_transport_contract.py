@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvferry.transport.base import Transport
-from kvferry.transport.memory import MemoryHub, MemoryTransport
-from kvferry.transport.registry import available_transports, create_transport
+from kvferry.transport.registry import create_transport
 from tests.contract.transport_contract import TransportContract
+from tests.support.memory_transport import MemoryHub, MemoryTransport
+from tests.support.transports import available_transports
 
 needs_nixl = pytest.mark.skipif("nixl" not in available_transports(), reason="NIXL is missing")
 

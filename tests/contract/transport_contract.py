@@ -346,13 +346,6 @@ class TransportContract:
         assert link.is_quiet()
         assert peer.is_quiet()
 
-    def test_the_peers_word_may_come_another_way(self, opened: list[Instance]) -> None:
-        link, _ = connect_pair(self.make(opened), self.make(opened))
-        link.peer_said_done()
-        assert not link.is_quiet()
-        link.disconnect()
-        assert link.is_quiet()
-
     def test_a_peer_that_never_writes_needs_no_word(self, opened: list[Instance]) -> None:
         a, b = self.make(opened), self.make(opened)
         link = a.transport.open_link("b", peer_writes=False)

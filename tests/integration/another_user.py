@@ -22,7 +22,7 @@ from typing import Any
 from kvferry.cli.main import run
 from kvferry.client.control_answer import ControlEnd
 from kvferry.client.control_port import ControlPorts
-from kvferry.protocol.user_key import load_user_key
+from kvferry.protocol.keys import load_user_key
 
 UID = 65534
 WAIT_S = 5.0

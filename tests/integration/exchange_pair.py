@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
@@ -24,11 +23,11 @@ from kvferry.connector.ports import (
     ReceiveResult,
 )
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
+from tests.support.block_integrity import assert_whole
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 64

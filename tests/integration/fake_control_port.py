@@ -48,7 +48,7 @@ class FakeControlPort:
 def fake_control_port(name: str, cluster_key: bytes | None = None) -> Iterator[FakeControlPort]:
     context = ControlContext(cluster_key)
     config = ExchangeConfig(instance_id=InstanceId(name), epoch=Epoch(1), cluster_key=cluster_key)
-    server = ControlServer(context, config, lambda reason: None)
+    server = ControlServer(context, config)
     port = FakeControlPort(name, server.address)
     is_over = threading.Event()
 

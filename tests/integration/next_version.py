@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvferry.protocol.ids import PROTOCOL_VERSION
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.integration.exchange_pair import Side
 
 _POLL_MS = 10

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
@@ -32,6 +31,7 @@ from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
+from tests.support.block_integrity import assert_whole
 from tests.support.tiny_model import TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import Answer
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.bench.transfer import CopyPlan, measure_copy
 from kvferry.errors import ConfigError
-from kvferry.transport.registry import available_transports
+from tests.support.transports import available_transports
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.protocol.receive_note import RECEIVE_HEADER
+from kvferry.protocol.headers import RECEIVE_HEADER
 from tests.integration.deployment_client import (
     Client,
     Json,

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from kvferry.connector.peers import outbound
 from kvferry.connector.peers.control import ControlServer, Received
 from kvferry.connector.planner import Planner
-from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, PromptIdentity, ReceiveOutcome
 from kvferry.errors import (
     ConfigError,
     LocalProtocolError,
@@ -250,7 +249,7 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
     with pair() as (_, decode):
         refused = ("tcp://192.0.2.1:5000", "ipc:///tmp/x", "tcp://127.0.0.1", "inproc://x")
         ports = ("0", "65536", "-1", "http", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 5000)
-        wish = HistoryWish((BlockHash(b"h" * 32),), (BlockNumber(0),), (), 16, 1)
+        history_request = HistoryRequest((BlockHash(b"h" * 32),), (BlockNumber(0),), (), 16, 1)
         for address in (*refused, *(f"tcp://127.0.0.1:{port}" for port in ports)):
             peer = PeerAddress(InstanceId("x"), Epoch(1), address)
             with pytest.raises(RequestError, match="control_address"):
@@ -258,9 +257,9 @@ def test_an_address_of_another_host_needs_a_cluster_key() -> None:
             with pytest.raises(RequestError, match="control_address"):
                 decode.port.contact(peer)
             with pytest.raises(RequestError, match="control_address"):
-                decode.port.read_history(peer, wish)
+                decode.port.read_history(peer, history_request)
         with pytest.raises(RequestError, match="it holds its own history"):
-            decode.port.read_history(decode.exchange.address, wish)
+            decode.port.read_history(decode.exchange.address, history_request)
 
 
 @pytest.mark.parametrize("kind", ["pull", "push", "history"])
@@ -277,8 +276,8 @@ def test_a_peer_to_whom_no_link_can_be_opened_costs_no_wait(
         peer, blocks = prefill.exchange.address, decode.pool.allocate(8)
         if kind == "history":
             decode.port.contact(peer)
-            wish = HistoryWish((BlockHash(b"h" * 32),) * 8, tuple(blocks), (), 16, 1)
-            decode.port.read_history(peer, wish)
+            history_request = HistoryRequest((BlockHash(b"h" * 32),) * 8, tuple(blocks), (), 16, 1)
+            decode.port.read_history(peer, history_request)
         else:
             decode.port.begin_receive(TRANSFER, peer, PROMPT, mode=Mode(kind))
             with contextlib.suppress(LocalProtocolError):  # A push may have failed by now.

@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from kvferry.connector.peers.outbound import OutboundPeers
-from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome
 from kvferry.protocol.codec import encode
 from kvferry.protocol.ids import BlockHash, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import InstanceQuery
@@ -135,8 +134,8 @@ def test_a_wrong_hint_hurts_nobody_who_uses_the_right_one(name: str) -> None:
         wrong = wrong_hints(prefill)[name]
         decode.port.contact(wrong)
         wish_blocks = decode.pool.allocate(4)
-        wish = HistoryWish((BlockHash(b"h" * 32),) * 4, tuple(wish_blocks), (), 16, 1)
-        decode.port.read_history(wrong, wish)
+        history_request = HistoryRequest((BlockHash(b"h" * 32),) * 4, tuple(wish_blocks), (), 16, 1)
+        decode.port.read_history(wrong, history_request)
         outcome = wait_result(decode).outcome
         expected = {
             "earlier start": ReceiveOutcome.GONE,
@@ -183,8 +182,8 @@ def test_a_session_that_gave_way_is_none_that_nobody_answers() -> None:
             silent.append(PeerAddress(InstanceId(f"x{number}"), Epoch(1), address))
         decode.port.contact(silent[0])
         blocks = decode.pool.allocate(1)
-        wish = HistoryWish((BlockHash(b"h" * 32),), tuple(blocks), (), 16, 1)
-        decode.port.read_history(silent[1], wish)
+        history_request = HistoryRequest((BlockHash(b"h" * 32),), tuple(blocks), (), 16, 1)
+        decode.port.read_history(silent[1], history_request)
         assert "did not answer within" in wait_result(decode).detail
         decode.pool.drop(blocks)
         wait_whole(prefill, decode)

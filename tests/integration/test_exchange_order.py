@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvferry.connector.machine.effects import PostWrite
-from kvferry.connector.mover.mover import Mover
+from kvferry.connector.effects import PostWrite
+from kvferry.connector.mover import Mover
 from kvferry.connector.peers.inbound import reader_name
 from kvferry.connector.peers.outbound import OutboundPeers
 from kvferry.connector.peers.posted import Writes

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.connector.ports import PrefillEnd, PromptIdentity, ReceiveOutcome, ReceiveResult
-from kvferry.connector.transfers.outgoing import Outgoing, OutgoingTransfers
+from kvferry.connector.transfers import Outgoing, OutgoingTransfers
 from kvferry.errors import RequestError
-from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode
+from kvferry.protocol.prefill_result import FirstToken
 from tests.integration.exchange_pair import (
     BLOCK_BYTES,
     PROMPT,
@@ -335,7 +335,7 @@ def test_blocks_that_were_anothers_when_they_were_posted_are_found_where_that_is
         return True
 
     def forget(outgoing: OutgoingTransfers, transfer: Outgoing) -> None:
-        transfer.hold_ends_s = None
+        transfer.lease_ends_s = None
 
     monkeypatch.setattr(OutgoingTransfers, "refer", refer_without_holding)
     monkeypatch.setattr(OutgoingTransfers, "let_go", forget)

@@ -12,13 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, PromptIdentity, ReceiveOutcome
 from kvferry.protocol.hashing import block_hashes, chain_root
-from kvferry.protocol.ids import TransferId
+from kvferry.protocol.ids import PROTOCOL_VERSION, TransferId
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.integration.exchange_pair import LAYOUT, NUM_BLOCKS, PROMPT, Side, pair, wait_whole
 from tests.integration.next_version import NextVersion, next_version, with_unknown_memory
 from tests.integration.test_exchange_push import (
@@ -82,7 +80,7 @@ def test_a_read_back(world: World) -> None:
     holder.pool.drop(held)
     blocks = reader.pool.allocate(4)
     reader.port.read_history(
-        way.address, HistoryWish(tuple(hashes), tuple(blocks), tuple(tokens), 16, 1)
+        way.address, HistoryRequest(tuple(hashes), tuple(blocks), tuple(tokens), 16, 1)
     )
     result = reader.wait_result()
     assert (result.outcome, result.num_blocks) == (ReceiveOutcome.RECEIVED, 4), result.detail

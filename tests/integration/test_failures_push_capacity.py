@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 
 from kvferry.protocol.codec import decode, encode
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Declined,
     DeclineReason,

@@ -22,10 +22,10 @@ from kvferry.engine.live_request import Chunk
 from kvferry.engine.sampler import Scores
 from kvferry.protocol.ids import Epoch, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, PeerAddress, Role
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 from kvferry.transport.base import Transfer
-from kvferry.transport.memory import MemoryHub, MemoryLink, MemoryTransport
 from tests.integration.push_rig import Side, random_prompt, report_of, sides, wait_whole
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryTransport
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.engine.rig import Answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.protocol.user_key import user_key_path
+from kvferry.protocol.keys import user_key_path
 from tests.integration.deployment_client import Client, body_of, fresh_prompt, salted
 from tests.integration.deployment_setup import Deployment, open_deployment
 from tests.own_key import own_key

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from kvferry.client.control_answer import ControlEnd
-from kvferry.protocol.user_key import FOLDER_VARIABLE, user_key_path
+from kvferry.protocol.keys import FOLDER_VARIABLE, user_key_path
 from kvferry.vllm_plugin.orders import Answer
 from kvferry.vllm_plugin.worker_link import OrderServer
 from tests.integration.another_user import UID

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
+from kvferry.protocol.headers import RECEIVE_HEADER, stream_note
 from kvferry.router.config import OnPrefillFailure, RouteMode
 from tests.integration.router_setup import Deployment, deployment
 from tests.support.scripted_engine import DEFAULT_ANSWER, DEFAULT_EVENTS, Script, ScriptedEngine

@@ -20,9 +20,9 @@ import pytest
 
 from kvferry.errors import TransferError
 from kvferry.transport.base import Link, TransferStatus
-from kvferry.transport.registry import available_transports
 from tests.integration.pid_namespace import IN_PID_NAMESPACE
 from tests.support.peer_process import Command, PeerProcess, PeerSetup, Pool
+from tests.support.transports import available_transports
 
 pytestmark = pytest.mark.slow
 

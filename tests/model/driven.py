@@ -8,9 +8,9 @@ from typing import Any
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import CountDropped, CountReceive, Effect
+from kvferry.connector.effects import CountDropped, CountReceive, Effect
 from kvferry.connector.planner import Planner
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.compatibility import KVLayout
 
 
 class Driven:

@@ -7,24 +7,23 @@ import dataclasses
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import (
-    Asked,
+from kvferry.connector.effects import (
+    ActivateReader,
+    DeactivateReader,
     Effect,
     PostRead,
     Send,
-    StartServing,
-    StopServing,
 )
-from kvferry.connector.machine.events import ReadEnded, ReadStatus
+from kvferry.connector.events import ReadEnded, ReadStatus
 from kvferry.connector.ports import ConnectorSnapshot
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
-from kvferry.protocol.messages import Release
+from kvferry.protocol.messages import Asked, Release
 from kvferry.protocol.params import PeerAddress
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import driven
+from tests.support.block_integrity import assert_whole
 from tests.support.fake_clock import FakeClock
 
 HOLDER, READER = InstanceId("holder"), InstanceId("reader")
@@ -75,9 +74,9 @@ class ReadWalk(RuleBasedStateMachine):
                 case PostRead():
                     assert effect.transfer_id not in self.reads
                     self.reads[effect.transfer_id] = effect
-                case StartServing():
+                case ActivateReader():
                     self.serving += 1
-                case StopServing():
+                case DeactivateReader():
                     self.serving -= 1
                 case _:
                     pass

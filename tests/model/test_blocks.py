@@ -15,18 +15,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.blocks.integrity import assert_whole, check_integrity
-from kvferry.blocks.lease import Lease, LeaseLimits, LeaseTable
+from kvferry.blocks.lease import Lease, LeaseTable
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.quarantine import Quarantine
 from kvferry.blocks.retention import RetentionLimits, RetentionTable
-from kvferry.errors import CapacityError, LeaseNotFoundError, LocalProtocolError
+from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
+from tests.support.block_integrity import assert_whole, check_integrity
 from tests.support.fake_clock import FakeClock
 
 from .blocks_model import NUM_BLOCKS, ModelPool, ModelRetention
 
-LIMITS = LeaseLimits(max_duration_s=10, max_renewals=1, max_share_per_peer=0.5)
+MAX_LEASE_S = 10.0
 MAX_LEASED_PER_PEER = 6
 PEERS = st.sampled_from(["one", "two"])
 RETENTION = RetentionLimits(duration_s=10, max_share=0.5, renews_on_use=True)
@@ -44,21 +44,23 @@ CHAINS = st.sampled_from(
 
 class BlocksMachine(RuleBasedStateMachine):
     sequences: Bundle[tuple[BlockNumber, ...]] = Bundle("sequences")
-    leases: Bundle[Lease] = Bundle("leases")
+    leases: Bundle[Lease[int]] = Bundle("leases")
     transfers: Bundle[int] = Bundle("transfers")
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.lease_table = LeaseTable(self.pool, self.clock, LIMITS)
+        self.lease_table: LeaseTable[int] = LeaseTable(
+            self.pool, self.clock, max_duration_s=MAX_LEASE_S, max_share=0.5
+        )
         self.quarantine = Quarantine(self.pool, max_share=0.25)
         self.retention = RetentionTable(self.pool, self.clock, RETENTION)
         self.model = ModelPool()
         self.retained = ModelRetention(self.model, MAX_RETAINED)
         self.owned: list[tuple[BlockNumber, ...]] = []
-        self.live_leases: dict[int, tuple[Lease, float, int]] = {}
-        """Lease, end on the clock, renewals."""
+        self.live_leases: dict[int, Lease[int]] = {}
+        self.num_granted = 0
         self.entries: dict[int, tuple[str, tuple[BlockNumber, ...]]] = {}
         self.next_transfer = 0
 
@@ -215,55 +217,33 @@ class BlocksMachine(RuleBasedStateMachine):
     )
     def grant(
         self, owner: str, blocks: tuple[BlockNumber, ...], skip: int, duration_s: float
-    ) -> Lease | MultipleResults[Lease]:
+    ) -> Lease[int] | MultipleResults[Lease[int]]:
         if blocks not in self.owned:
             return multiple()
         wanted = blocks[skip:]
+        self.num_granted += 1
         covered = {
             block
-            for lease, _, _ in self.live_leases.values()
+            for lease in self.live_leases.values()
             if lease.owner == owner
             for block in lease.blocks
         }
         if len(covered | set(wanted)) > MAX_LEASED_PER_PEER:
             with pytest.raises(CapacityError):
-                self.lease_table.grant(owner, wanted, duration_s)
+                self.lease_table.grant(owner, self.num_granted, wanted, duration_s)
             return multiple()
-        lease = self.lease_table.grant(owner, wanted, duration_s)
+        lease = self.lease_table.grant(owner, self.num_granted, wanted, duration_s)
         self.model.take(wanted)
-        end_s = self.clock.monotonic_s() + min(duration_s, LIMITS.max_duration_s)
+        end_s = self.clock.monotonic_s() + min(duration_s, MAX_LEASE_S)
         assert lease.ends_at_s == end_s
-        self.live_leases[lease.lease_id] = (lease, end_s, 0)
+        self.live_leases[lease.lease_id] = lease
         return lease
 
-    @rule(lease=leases, duration_s=st.floats(0, 20))
-    def renew(self, lease: Lease, duration_s: float) -> None:
-        now_s = self.clock.monotonic_s()
-        if lease.lease_id not in self.live_leases or self.live_leases[lease.lease_id][1] <= now_s:
-            with pytest.raises(LeaseNotFoundError):
-                self.lease_table.renew(lease.lease_id, duration_s)
-            return
-        granted, end_s, renewals = self.live_leases[lease.lease_id]
-        new_end_s = max(end_s, now_s + min(duration_s, LIMITS.max_duration_s))
-        if new_end_s > end_s and renewals == LIMITS.max_renewals:
-            with pytest.raises(CapacityError):
-                self.lease_table.renew(lease.lease_id, duration_s)
-            return
-        remaining_s = self.lease_table.renew(lease.lease_id, duration_s)
-        assert now_s + remaining_s == pytest.approx(new_end_s)
-        self.live_leases[lease.lease_id] = (granted, new_end_s, renewals + (new_end_s > end_s))
-
     @rule(lease=leases)
-    def release(self, lease: Lease) -> None:
-        self.lease_table.release(lease.lease_id)
+    def release(self, lease: Lease[int]) -> None:
+        is_live = lease.lease_id in self.live_leases
+        assert self.lease_table.release(lease.owner, lease.subject) is is_live
         self._forget_lease(lease)
-
-    @rule(owner=PEERS)
-    def release_owner(self, owner: str) -> None:
-        for lease in self.lease_table.release_owner(owner):
-            assert lease.owner == owner
-            self._forget_lease(lease)
-        assert all(lease.owner != owner for lease, _, _ in self.live_leases.values())
 
     @rule(seconds=st.floats(0, 12))
     def time_passes(self, seconds: float) -> None:
@@ -272,10 +252,11 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         now_s = self.clock.monotonic_s()
-        due = {key for key, (_, end_s, _) in self.live_leases.items() if end_s <= now_s}
-        expired = self.lease_table.expire()
-        assert {lease.lease_id for lease in expired} == due
+        due = [lease for lease in self.live_leases.values() if lease.ends_at_s <= now_s]
+        expired = self.lease_table.past_their_time()
+        assert expired == due
         for lease in expired:
+            assert self.lease_table.release(lease.owner, lease.subject)
             self._forget_lease(lease)
 
     # -- transfers ----------------------------------------------------------------------------
@@ -292,13 +273,6 @@ class BlocksMachine(RuleBasedStateMachine):
     def leave_quarantine(self, transfer: int) -> None:
         self.quarantine.leave(transfer)
         self._forget_entry(transfer)
-
-    @rule(peer=PEERS)
-    def peer_is_quiet(self, peer: str) -> None:
-        keys = [key for key, (owner, _) in self.entries.items() if owner == peer]
-        assert self.quarantine.leave_peer(peer) == len(keys)
-        for key in keys:
-            self._forget_entry(key)
 
     # -- what always holds --------------------------------------------------------------------
     @invariant()
@@ -318,14 +292,17 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_are_as_modelled(self) -> None:
-        leased = {block for lease, _, _ in self.live_leases.values() for block in lease.blocks}
+        leased = {block for lease in self.live_leases.values() for block in lease.blocks}
         kept = {block for _, blocks in self.entries.values() for block in blocks}
         assert self.lease_table.num_blocks_leased == len(leased)
         assert self.lease_table.num_leases == len(self.live_leases)
-        ends_s = [end_s for _, end_s, _ in self.live_leases.values()]
+        ends_s = [lease.ends_at_s for lease in self.live_leases.values()]
         assert self.lease_table.next_expiry_s() == min(ends_s, default=None)
         assert self.quarantine.num_blocks == len(kept)
-        assert self.quarantine.is_full is (len(kept) >= NUM_BLOCKS // 4)
+        is_full = len(kept) >= NUM_BLOCKS // 4
+        for peer in ("one", "two"):
+            has_some = any(owner == peer for owner, _ in self.entries.values())
+            assert self.quarantine.is_closed_to(peer) is (is_full and has_some)
         assert not (leased | kept) & self.model.free()
 
     @invariant()
@@ -340,9 +317,10 @@ class BlocksMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for blocks in self.owned:
             self.pool.drop(blocks)
-        for owner in ("one", "two"):
-            self.lease_table.release_owner(owner)
-            self.quarantine.leave_peer(owner)
+        for lease in self.live_leases.values():
+            self.lease_table.release(lease.owner, lease.subject)
+        for transfer in self.entries:
+            self.quarantine.leave(transfer)
         assert_whole(self.pool, self.lease_table, self.quarantine)
         self.clock.advance(RETENTION.duration_s)
         self.retention.expire()
@@ -354,10 +332,10 @@ class BlocksMachine(RuleBasedStateMachine):
         self.owned.append(owned)
         return owned
 
-    def _forget_lease(self, lease: Lease) -> None:
+    def _forget_lease(self, lease: Lease[int]) -> None:
         entry = self.live_leases.pop(lease.lease_id, None)
         if entry is not None:
-            self.model.drop(entry[0].blocks)
+            self.model.drop(entry.blocks)
 
     def _forget_entry(self, transfer: int) -> None:
         entry = self.entries.pop(transfer, None)

@@ -11,11 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvferry.blocks.partials import partial_content
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
-from kvferry.protocol.hashing import block_hashes, chain_root
+from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome
+from kvferry.protocol.hashing import block_hashes, chain_root, partial_content
 from kvferry.protocol.ids import BlockHash, BlockNumber, InstanceId, TransferId
 from kvferry.protocol.messages import (
     AcquireHistory,
@@ -99,8 +97,8 @@ class HistoryWalk(ReadWalk):
     @rule(hashes=st.sampled_from(CONVERSATIONS), min_blocks=st.integers(0, LENGTH))
     def ask(self, hashes: list[BlockHash], min_blocks: int) -> None:
         blocks = self.pools[READER].allocate(LENGTH)
-        wish = HistoryWish(tuple(hashes), tuple(blocks), TOKENS, 16, min_blocks)
-        name, effects = self.planners[READER].read_history(PEER, wish)
+        history_request = HistoryRequest(tuple(hashes), tuple(blocks), TOKENS, 16, min_blocks)
+        name, effects = self.planners[READER].read_history(PEER, history_request)
         self.asked[name] = (hashes, blocks)
         self.run(effects)
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.messages import (

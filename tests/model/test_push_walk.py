@@ -13,11 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import (
-    Asked,
+from kvferry.connector.effects import (
     DisconnectPeer,
     DisconnectReader,
     Effect,
@@ -25,7 +23,7 @@ from kvferry.connector.machine.effects import (
     PostWrite,
     Send,
 )
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     Noticed,
     PeerLost,
     PeerQuiet,
@@ -35,12 +33,13 @@ from kvferry.connector.machine.events import (
     WriteEnded,
 )
 from kvferry.connector.ports import ConnectorSnapshot, PrefillEnd, PromptIdentity, ReceiveOutcome
-from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
-from kvferry.protocol.messages import Register, Release, Renew
+from kvferry.protocol.messages import Asked, Register, Release, Renew
 from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.protocol.prefill_result import FirstToken
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import Driven, driven
+from tests.support.block_integrity import assert_whole
 from tests.support.fake_clock import FakeClock
 
 NUM_PROMPT_BLOCKS = 4

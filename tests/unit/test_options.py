@@ -25,7 +25,7 @@ from kvferry.options import (
     read_options,
     same_as,
 )
-from kvferry.protocol.user_key import KeyChoice
+from kvferry.protocol.keys import KeyChoice
 from kvferry.router.config import ConversationConfig, RouterConfig
 from kvferry.server.config import HttpConfig, InstanceConfig
 from kvferry.vllm_plugin.settings import PluginSettings

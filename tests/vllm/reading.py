@@ -13,12 +13,11 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import Exchange, ExchangeMemory
-from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome, ReceiveResult
 from kvferry.observe.metrics import Metrics
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import InstanceId, new_epoch
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.params import PeerAddress
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.registry import create_transport
@@ -46,8 +45,10 @@ class BlockReader:
         root = chain_root(self._layout.fingerprint(), salt=question.salt, lora="")
         hashes = block_hashes(root, question.tokens, size)
         blocks = self._pool.allocate(len(hashes))
-        wish = HistoryWish(tuple(hashes), tuple(blocks), question.tokens, size, len(hashes))
-        name = self._exchange.port.read_history(peer, wish)
+        history_request = HistoryRequest(
+            tuple(hashes), tuple(blocks), question.tokens, size, len(hashes)
+        )
+        name = self._exchange.port.read_history(peer, history_request)
         result = self._wait()
         self._exchange.port.end_receive(name, needed=True)
         assert (result.outcome, result.num_blocks) == (ReceiveOutcome.RECEIVED, len(hashes)), result

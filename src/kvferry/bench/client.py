@@ -17,9 +17,9 @@ from kvferry.client.http_client import HttpClient
 from kvferry.client.sse import END, EventReader, data_of
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError, PeerUnreachableError
-from kvferry.protocol.client_headers import MODE_HEADER
+from kvferry.protocol.headers import MODE_HEADER
 from kvferry.protocol.params import REPORT_FIELD
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 
 _MAX_ERROR_CHARS = 500
 _MAX_ANSWER_S = 300.0

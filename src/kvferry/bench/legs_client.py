@@ -22,10 +22,10 @@ from kvferry.client.engine_kinds import EngineKind
 from kvferry.client.metrics_text import metric_total
 from kvferry.client.nixl_history import NixlHistory
 from kvferry.errors import MeasurementError
-from kvferry.protocol.client_headers import READ_BACK_HEADER, REQUEST_ID_HEADER
+from kvferry.protocol.headers import READ_BACK_HEADER, REQUEST_ID_HEADER
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import TRANSFER_FIELD, Mode, OnFailure, PeerAddress
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 
 _HITS = "vllm:external_prefix_cache_hits_total"
 _COMPLETIONS = "/v1/completions"

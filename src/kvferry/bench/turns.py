@@ -18,8 +18,8 @@ from kvferry.bench.client import Asker, KvReport, StreamedAnswer
 from kvferry.bench.plan import LAST_TOKEN_ID, arm_rotations, draw_tokens, require, require_sane
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
-from kvferry.protocol.client_headers import READ_BACK_HEADER
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.headers import READ_BACK_HEADER
+from kvferry.protocol.prefill_result import PrefillReport
 
 if TYPE_CHECKING:
     # Imported when bytes are copied: the command line starts without it.

@@ -1,24 +1,26 @@
 """``LeaseTable``: a holder's promises not to reuse blocks, their durations and caps.
 
 Time comes from the clock that was passed in. No threads: the caller serialises calls under its own
-lock. Knows neither messages nor why a peer wants the blocks.
+lock. Knows neither messages nor why a peer wants the blocks. Also owns what such tables are made
+of: ``ReferencePool`` and ``Cover``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from kvferry.blocks.cover import Cover
-from kvferry.blocks.ports import ReferencePool
 from kvferry.clock import Clock
-from kvferry.errors import CapacityError, ConfigError, LeaseNotFoundError, LocalProtocolError
+from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber, LeaseId
 
 READER_MARGIN_S = 0.05
 """How long before the end of a lease its reader stops, at least."""
 READER_MARGIN_SHARE = 0.001
 """The same as a share of a long lease: the clocks of two hosts need not run equally fast."""
+
+SubjectT = TypeVar("SubjectT", bound=Hashable)
 
 
 def reader_deadline_s(
@@ -34,67 +36,95 @@ def reader_deadline_s(
     return sent_at_s + max(0.0, duration_s - margin_s)
 
 
+class ReferencePool(Protocol):
+    """The reference-counting part of a block pool: an engine may have a pool of its own."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        ...
+
+    def hold(self, blocks: Sequence[BlockNumber]) -> None:
+        """Add one reference to each block, which must have at least one already."""
+        ...
+
+    def drop(self, blocks: Sequence[BlockNumber]) -> None:
+        """Take one reference from each block."""
+        ...
+
+
+class Cover:
+    """How many times a table has taken each block; ``len`` is the number of distinct blocks."""
+
+    def __init__(self) -> None:
+        self._counts: dict[BlockNumber, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, block: BlockNumber) -> bool:
+        return block in self._counts
+
+    def add(self, blocks: Iterable[BlockNumber]) -> None:
+        """Count each of ``blocks`` once more."""
+        for block in blocks:
+            self._counts[block] = self._counts.get(block, 0) + 1
+
+    def remove(self, blocks: Iterable[BlockNumber]) -> None:
+        """Count each of ``blocks`` once less. Raises ``LocalProtocolError`` below zero."""
+        for block in blocks:
+            count = self._counts.get(block, 0)
+            if count == 0:
+                raise LocalProtocolError(f"block {block} is not covered")
+            if count == 1:
+                del self._counts[block]
+            else:
+                self._counts[block] = count - 1
+
+    def counts(self) -> dict[BlockNumber, int]:
+        """Return a copy of the counts; none is zero."""
+        return dict(self._counts)
+
+
 @dataclass(frozen=True, slots=True)
-class LeaseLimits:
-    """Caps on what peers may ask for."""
-
-    max_duration_s: float
-    max_renewals: int
-    """Renewals that lengthen a lease, over its whole life."""
-    max_share_per_peer: float
-    """Share of the pool, 0 to 1, that the leases of one owner may cover together."""
-
-    def __post_init__(self) -> None:
-        if self.max_duration_s <= 0:
-            raise ConfigError(f"max_duration_s must be positive, not {self.max_duration_s}")
-        if self.max_renewals < 0:
-            raise ConfigError(f"max_renewals must not be negative: {self.max_renewals}")
-        if not 0 < self.max_share_per_peer <= 1:
-            raise ConfigError(
-                f"max_share_per_peer must be above 0 and at most 1, not {self.max_share_per_peer}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Generic[SubjectT]):
     """One promise: ``blocks`` are not reused before ``ends_at_s`` on the holder's clock."""
 
     lease_id: LeaseId
     owner: str
+    subject: SubjectT
+    """What the owner has it on; it has one lease on each."""
     blocks: tuple[BlockNumber, ...]
     ends_at_s: float
-    num_renewals: int = 0
 
 
-class LeaseTable:
-    """All leases that one instance has granted; each has its own reference on its blocks."""
+class LeaseTable(Generic[SubjectT]):
+    """Leases that one instance has granted; each has its own reference on its blocks.
 
-    def __init__(self, pool: ReferencePool, clock: Clock, limits: LeaseLimits) -> None:
+    The leases of one owner cover at most ``max_share`` of the pool, 0 to 1, together.
+    """
+
+    def __init__(
+        self, pool: ReferencePool, clock: Clock, *, max_duration_s: float, max_share: float
+    ) -> None:
         self._pool = pool
         self._clock = clock
-        self._limits = limits
-        self._leases: dict[LeaseId, Lease] = {}
+        self._max_duration_s = max_duration_s
+        self._leases: dict[tuple[str, SubjectT], Lease[SubjectT]] = {}
         self._cover = Cover()
         self._cover_by_owner: dict[str, Cover] = {}
-        self._max_per_owner = int(limits.max_share_per_peer * pool.num_blocks)
+        self._max_per_owner = int(max_share * pool.num_blocks)
         self._next_id = 1
 
     @property
     def num_leases(self) -> int:
-        """Leases in force, and those past their time that ``expire`` has not collected yet."""
+        """Leases that have not been released."""
         return len(self._leases)
 
     @property
     def num_blocks_leased(self) -> int:
         """Distinct blocks that at least one lease covers."""
         return len(self._cover)
-
-    def get(self, lease_id: LeaseId) -> Lease:
-        """Return a lease. Raises ``LeaseNotFoundError`` if it is unknown or past its time."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.ends_at_s <= self._clock.monotonic_s():
-            raise LeaseNotFoundError(f"lease {lease_id} does not exist (any more)")
-        return lease
 
     def room(self, owner: str, blocks: Sequence[BlockNumber]) -> int:
         """Return how many more blocks ``owner`` could have beside its leases and ``blocks``.
@@ -105,15 +135,20 @@ class LeaseTable:
         num_covered = len(cover) + sum(1 for block in blocks if block not in cover)
         return self._max_per_owner - num_covered
 
-    def grant(self, owner: str, blocks: Sequence[BlockNumber], duration_s: float) -> Lease:
-        """Promise ``blocks`` to ``owner`` for ``duration_s`` from now, capped by the limits.
+    def grant(
+        self, owner: str, subject: SubjectT, blocks: Sequence[BlockNumber], duration_s: float
+    ) -> Lease[SubjectT]:
+        """Promise ``blocks`` to ``owner`` for ``duration_s`` from now, capped by the limit.
 
         Takes one reference on each block, which must have one already. Several leases may cover a
         block. Raises ``CapacityError`` if the owner's leases would cover too much of the pool.
         """
-        duration_s = self._capped(duration_s)
+        if not duration_s >= 0:  # NaN compares false with everything
+            raise LocalProtocolError(f"a lease cannot last {duration_s} s")
         if len(set(blocks)) != len(blocks):
             raise LocalProtocolError("a lease names each block once")
+        if (owner, subject) in self._leases:
+            raise LocalProtocolError(f"{owner} has a lease on {subject} already")
         room = self.room(owner, blocks)
         if room < 0:
             raise CapacityError(
@@ -121,55 +156,31 @@ class LeaseTable:
                 f"{self._max_per_owner} are allowed"
             )
         self._pool.hold(blocks)
-        cover = self._cover_by_owner.setdefault(owner, Cover())
-        lease = Lease(
-            lease_id=LeaseId(self._next_id),
-            owner=owner,
-            blocks=tuple(blocks),
-            ends_at_s=self._clock.monotonic_s() + duration_s,
-        )
+        ends_at_s = self._clock.monotonic_s() + min(duration_s, self._max_duration_s)
+        lease = Lease(LeaseId(self._next_id), owner, subject, tuple(blocks), ends_at_s)
         self._next_id += 1
-        self._leases[lease.lease_id] = lease
+        self._leases[owner, subject] = lease
         self._cover.add(lease.blocks)
-        cover.add(lease.blocks)
+        self._cover_by_owner.setdefault(owner, Cover()).add(lease.blocks)
         return lease
 
-    def renew(self, lease_id: LeaseId, duration_s: float) -> float:
-        """Let a lease last at least ``duration_s`` from now; return the seconds it now lasts.
-
-        Never shortens. Raises ``LeaseNotFoundError`` for a lease that is unknown or past its time,
-        ``CapacityError`` when its renewals are used up.
-        """
-        duration_s = self._capped(duration_s)
-        lease = self.get(lease_id)
-        now_s = self._clock.monotonic_s()
-        if now_s + duration_s <= lease.ends_at_s:
-            return lease.ends_at_s - now_s
-        if lease.num_renewals >= self._limits.max_renewals:
-            raise CapacityError(f"lease {lease_id} was renewed {lease.num_renewals} times already")
-        self._leases[lease_id] = replace(
-            lease, ends_at_s=now_s + duration_s, num_renewals=lease.num_renewals + 1
-        )
-        return duration_s
-
-    def release(self, lease_id: LeaseId) -> None:
-        """End a lease and drop its references. Safe to repeat and for unknown ids."""
-        lease = self._leases.get(lease_id)
+    def release(self, owner: str, subject: SubjectT) -> bool:
+        """End a lease and drop its references; return whether there was one."""
+        lease = self._leases.pop((owner, subject), None)
         if lease is None:
-            return
+            return False
         self._pool.drop(lease.blocks)
-        del self._leases[lease_id]
         self._cover.remove(lease.blocks)
-        self._uncover(lease)
+        cover = self._cover_by_owner.setdefault(owner, Cover())
+        cover.remove(lease.blocks)
+        if len(cover) == 0:
+            del self._cover_by_owner[owner]
+        return True
 
-    def release_owner(self, owner: str) -> list[Lease]:
-        """End every lease of ``owner`` and return them."""
-        return self._release_where(lambda lease: lease.owner == owner)
-
-    def expire(self) -> list[Lease]:
-        """End the leases that are past their time and return them."""
+    def past_their_time(self) -> list[Lease[SubjectT]]:
+        """Return the leases whose time is over: they are to be released."""
         now_s = self._clock.monotonic_s()
-        return self._release_where(lambda lease: lease.ends_at_s <= now_s)
+        return [lease for lease in self._leases.values() if lease.ends_at_s <= now_s]
 
     def next_expiry_s(self) -> float | None:
         """Return when the next lease ends, on the clock; None without leases."""
@@ -178,22 +189,3 @@ class LeaseTable:
     def references_taken(self) -> Mapping[BlockNumber, int]:
         """How many leases cover each block."""
         return self._cover.counts()
-
-    def _capped(self, duration_s: float) -> float:
-        if not duration_s >= 0:  # NaN compares false with everything
-            raise LocalProtocolError(f"a lease cannot last {duration_s} s")
-        return min(duration_s, self._limits.max_duration_s)
-
-    def _uncover(self, lease: Lease) -> None:
-        cover = self._cover_by_owner.get(lease.owner)
-        if cover is None:  # only leases of no blocks are left
-            return
-        cover.remove(lease.blocks)
-        if len(cover) == 0:
-            del self._cover_by_owner[lease.owner]
-
-    def _release_where(self, chosen: Callable[[Lease], bool]) -> list[Lease]:
-        ended = [lease for lease in self._leases.values() if chosen(lease)]
-        for lease in ended:
-            self.release(lease.lease_id)
-        return ended

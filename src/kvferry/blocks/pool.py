@@ -1,6 +1,10 @@
 """``BlockPool``: who refers to which block, which block is reused next, which hash finds which.
 
 Owns numbers only. Knows nothing of the memory behind a block, of requests, peers or time.
+
+A conversation ends where it ends, mostly within a block. Such a partial block is found by the hash
+of the full block before it: how many tokens it has, and a hash by which whoever asks sees whether
+they are its own.
 """
 
 from __future__ import annotations
@@ -9,10 +13,49 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from kvferry.blocks.partials import PartialBlocks, PartialContent
 from kvferry.errors import CapacityError, LocalProtocolError
+from kvferry.protocol.hashing import PartialContent
 from kvferry.protocol.ids import BlockHash, BlockNumber
+
+
+class PartialBlocks:
+    """Contents by the block before them. Not locked: its owner is."""
+
+    def __init__(self) -> None:
+        self._by_hash: dict[BlockHash, PartialContent] = {}
+        self._after: dict[BlockHash, dict[BlockHash, PartialContent]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def add(self, content: PartialContent) -> None:
+        """Let ``content`` be found, as the newest. Raises ``LocalProtocolError`` for one without a
+        token."""
+        if content.num_tokens < 1:
+            raise LocalProtocolError(f"a partial block cannot have {content.num_tokens} tokens")
+        self.discard(content.block_hash)
+        self._by_hash[content.block_hash] = content
+        self._after.setdefault(content.parent, {})[content.block_hash] = content
+
+    def discard(self, block_hash: BlockHash) -> None:
+        """Forget what ``block_hash`` names; a full block's is ignored."""
+        content = self._by_hash.pop(block_hash, None)
+        if content is not None:
+            siblings = self._after[content.parent]
+            del siblings[block_hash]
+            if not siblings:
+                del self._after[content.parent]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_hash.clear()
+        self._after.clear()
+
+    def after(self, parent: BlockHash, max_count: int) -> list[PartialContent]:
+        """Return what follows the block ``parent``, the newest ``max_count``, newest first."""
+        return list(islice(reversed(self._after.get(parent, {}).values()), max_count))
 
 
 @dataclass(frozen=True, slots=True)

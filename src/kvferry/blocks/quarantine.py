@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.blocks.cover import Cover
-from kvferry.blocks.ports import ReferencePool
-from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.blocks.lease import Cover, ReferencePool
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.ids import BlockNumber
 
 
@@ -30,8 +29,6 @@ class Quarantine:
     """
 
     def __init__(self, pool: ReferencePool, max_share: float) -> None:
-        if not 0 < max_share <= 1:
-            raise ConfigError(f"quarantine's share must be above 0 and at most 1, not {max_share}")
         self._pool = pool
         self._max_blocks = int(max_share * pool.num_blocks)
         self._entries: dict[Hashable, _Entry] = {}
@@ -42,25 +39,13 @@ class Quarantine:
         """Distinct blocks in quarantine."""
         return len(self._cover)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the share is used up."""
-        return not self.has_room(1)
-
     def is_closed_to(self, peer: str) -> bool:
         """Whether to start nothing with ``peer``: the share is used up, and some of it is its.
 
         Others go on: what is in quarantine is no sign that they would add to it.
         """
-        return self.is_full and self.num_entries(peer) > 0
-
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether ``num_blocks`` more would stay within the share."""
-        return len(self._cover) + num_blocks <= self._max_blocks
-
-    def num_entries(self, peer: str) -> int:
-        """Transfers with ``peer`` that are not proven quiet."""
-        return sum(1 for entry in self._entries.values() if entry.peer == peer)
+        is_full = len(self._cover) >= self._max_blocks
+        return is_full and any(entry.peer == peer for entry in self._entries.values())
 
     def enter(self, key: Hashable, peer: str, blocks: Sequence[BlockNumber]) -> None:
         """Keep ``blocks`` of the transfer ``key`` with ``peer``; they must have a reference now.
@@ -75,19 +60,10 @@ class Quarantine:
 
     def leave(self, key: Hashable) -> None:
         """The transfer is terminal: drop its references. Safe to repeat and for unknown keys."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        self._pool.drop(entry.blocks)
-        del self._entries[key]
-        self._cover.remove(entry.blocks)
-
-    def leave_peer(self, peer: str) -> int:
-        """``peer`` was proven quiet: drop all its references; returns how many transfers left."""
-        keys = [key for key, entry in self._entries.items() if entry.peer == peer]
-        for key in keys:
-            self.leave(key)
-        return len(keys)
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._pool.drop(entry.blocks)
+            self._cover.remove(entry.blocks)
 
     def references_taken(self) -> Mapping[BlockNumber, int]:
         """How many transfers in quarantine keep each block."""

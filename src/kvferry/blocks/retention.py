@@ -17,8 +17,9 @@ from kvferry.blocks.pool import BlockPool
 from kvferry.clock import Clock
 from kvferry.errors import LocalProtocolError
 from kvferry.options import check_options, option
-from kvferry.protocol.client_headers import DEFAULT_RETENTION_S
-from kvferry.protocol.ids import BlockHash
+from kvferry.protocol.hashing import PartialContent
+from kvferry.protocol.headers import DEFAULT_RETENTION_S
+from kvferry.protocol.ids import BlockHash, BlockNumber
 
 RetentionEnd = Literal["expired", "superseded", "ended", "cap", "evicted", "reset"]
 """Why a conversation is retained no longer.
@@ -258,3 +259,38 @@ class RetentionTable:
                 return conversation
             heapq.heappop(self._expiries)
         return None
+
+
+class RenewingBlocks:
+    """The pool as an exchange sees it: what a peer reads of a conversation renews it. Thread-safe,
+    as both are."""
+
+    def __init__(self, pool: BlockPool, retention: RetentionTable) -> None:
+        self._pool = pool
+        self._retention = retention
+        self.num_blocks = pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a reference, cached ones included."""
+        return self._pool.num_free
+
+    def hold(self, blocks: Sequence[BlockNumber]) -> None:
+        """See ``BlockPool.hold``."""
+        self._pool.hold(blocks)
+
+    def drop(self, blocks: Sequence[BlockNumber]) -> None:
+        """See ``BlockPool.drop``."""
+        self._pool.drop(blocks)
+
+    def acquire_cached(self, hashes: Sequence[BlockHash]) -> list[BlockNumber]:
+        """See ``BlockPool.acquire_cached``; what is found is in use."""
+        found = self._pool.acquire_cached(hashes)
+        self._retention.renew(hashes[: len(found)])
+        return found
+
+    def acquire_partials(
+        self, parent: BlockHash, max_count: int
+    ) -> list[tuple[PartialContent, BlockNumber]]:
+        """See ``BlockPool.acquire_partials``."""
+        return self._pool.acquire_partials(parent, max_count)

@@ -13,8 +13,7 @@ import click
 from kvferry.cli.options import options
 from kvferry.cli.record_file import json_option, write_record
 from kvferry.doctor.facts import Assignment, HandoffPlan
-from kvferry.protocol.hosts import is_local_address
-from kvferry.protocol.user_key import KeyChoice
+from kvferry.protocol.keys import KeyChoice, is_local_address
 
 _NOT_WELL = 1
 _COLOURS = {"ok": "green", "WARNING": "yellow", "FAILED": "red"}

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from kvferry.cli.options import log_level_option, options, ready_file_option
-from kvferry.protocol.hosts import is_local_address
-from kvferry.protocol.user_key import KeyChoice
+from kvferry.protocol.keys import KeyChoice, is_local_address
 from kvferry.router.config import ConversationConfig, RouterConfig
 from kvferry.router.engines import EngineConfig
 

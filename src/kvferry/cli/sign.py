@@ -11,7 +11,7 @@ import click
 from kvferry.cli.options import options
 from kvferry.errors import ConfigError
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.user_key import KeyChoice
+from kvferry.protocol.keys import KeyChoice
 
 
 @click.command()

@@ -24,8 +24,7 @@ from kvferry.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.curve_keys import derive_curve_keys
+from kvferry.protocol.codec import decode, derive_curve_keys, encode
 from kvferry.protocol.ids import InstanceId, TransferId, new_epoch
 from kvferry.protocol.messages import (
     Envelope,

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.client.nixl_history import NixlHistory, history_in, is_plain_prompt
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.client_headers import REQUEST_ID_HEADER
+from kvferry.protocol.headers import REQUEST_ID_HEADER
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import (
     PROGRESS_FIELD,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError, RequestError
 from kvferry.options import REQUIRED, check_options, option
-from kvferry.protocol.hosts import is_loopback as is_loopback
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
+from kvferry.protocol.keys import UserKeyFile
+from kvferry.protocol.keys import is_loopback as is_loopback
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.params import PeerAddress, is_port
-from kvferry.protocol.user_key import UserKeyFile
 
 MIN_CLUSTER_KEY_BYTES = 32
 MAX_PORT = 65_535

@@ -1,9 +1,9 @@
 """The deciding half of the connector: engine's calls, peers' messages and mover's events in.
 
-One lock is around all roles, and one queue takes what they decide, in that order: were a later
-decision executed before an earlier one, a link's stop could come before its start, and the start
-last for good. No I/O, no tensor, no transport. Every method returns at once, so a peer is answered
-while the engine is in a long step or idle.
+One lock is around all roles, and one queue keeps what they decide in order. Executed out of order,
+a link's stop could come before its start, and the link would be progressed for ever. No I/O, no
+tensor, no transport. Every method returns at once, so a peer is answered while the engine is in a
+long step or idle.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig, require_allowed
-from kvferry.connector.history.holder import HistoryHolder
-from kvferry.connector.leases.readers import ActiveReaders
-from kvferry.connector.machine.effects import ContactPeer, Effect, Notify, NotifyEngine
-from kvferry.connector.machine.events import Event, WriteEnded
+from kvferry.connector.effects import ContactPeer, Effect, Notify, NotifyEngine
+from kvferry.connector.events import Event, WriteEnded
+from kvferry.connector.leases import ActiveReaders, HistoryHolder
 from kvferry.connector.ports import (
     BlockPort,
     ConnectorSnapshot,
     FirstTokenArrival,
     HandoffOffer,
+    HistoryRequest,
     LinkCounts,
     PrefillEnd,
     PromptIdentity,
@@ -31,30 +31,20 @@ from kvferry.connector.ports import (
 from kvferry.connector.pull.receiver import PullEvent, PullReceive, PullReceiver
 from kvferry.connector.pull.sender import Offer, PullSender
 from kvferry.connector.pull.table import OfferEvent
-from kvferry.connector.push.early import NOT_PUSHED
+from kvferry.connector.push.early_registrations import NOT_PUSHED
 from kvferry.connector.push.receiver import IncomingPush, PushEvent, PushReceiver
 from kvferry.connector.push.sender import OutgoingPush, PushSender
-from kvferry.connector.transfers.context import BlockDigests, RoleContext
-from kvferry.connector.transfers.incoming import IncomingTransfers
-from kvferry.connector.transfers.outgoing import OutgoingTransfers, transfer_id_in_use
-from kvferry.connector.wish import HistoryWish
-from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.layout import KVLayout
-from kvferry.protocol.messages import (
-    Acquire,
-    AcquireHistory,
-    Declined,
-    DeclineReason,
-    Granted,
-    Register,
-    Registered,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    decline,
+from kvferry.connector.transfers import (
+    BlockDigests,
+    IncomingTransfers,
+    OutgoingTransfers,
+    RoleContext,
+    transfer_id_in_use,
 )
+from kvferry.errors import LocalProtocolError, RequestError
+from kvferry.protocol import messages
+from kvferry.protocol.compatibility import KVLayout
+from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 
 
@@ -170,11 +160,11 @@ class Planner:
         with self._deciding():
             self._context.emit(ContactPeer(peer))
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+    def read_history(self, peer: PeerAddress, request: HistoryRequest) -> TransferId:
         """See ``ConnectorPort``."""
         self._require_holder(peer)
         with self._deciding():
-            return self._pull_receiver.read_history(peer, wish)
+            return self._pull_receiver.read_history(peer, request)
 
     # -- sender (prefill) ---------------------------------------------------------------------
     def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:
@@ -212,7 +202,7 @@ class Planner:
     def is_send_wanted(self, transfer_id: TransferId) -> bool:
         """See ``ConnectorPort``."""
         with self._lock:
-            return self._push_sender.early.is_wanted(transfer_id)
+            return self._push_sender.early_registrations.is_wanted(transfer_id)
 
     def take_stopped_sends(self) -> list[TransferId]:
         """See ``ConnectorPort``."""
@@ -226,7 +216,7 @@ class Planner:
         with self._deciding():
             self._require_not_refused(transfer_id)
             self._pull_sender.offer(transfer_id, blocks, prompt)
-            self._push_sender.early.decline(transfer_id, NOT_PUSHED)
+            self._push_sender.early_registrations.decline(transfer_id, NOT_PUSHED)
             return self._offer()
 
     def withdraw(self, transfer_id: TransferId) -> None:
@@ -250,13 +240,13 @@ class Planner:
             num_blocks_read = self._pull_sender.leases.num_blocks_leased
             num_blocks_read += self._history.leases.num_blocks_leased
             return ConnectorSnapshot(
-                num_handoffs_held=len(self._outgoing) + len(self._push_sender.early),
-                num_blocks_leased=self._outgoing.num_blocks_held + num_blocks_read,
+                num_handoffs_held=len(self._outgoing) + len(self._push_sender.early_registrations),
+                num_blocks_leased=self._outgoing.num_blocks_leased + num_blocks_read,
                 num_history_leases=self._history.leases.num_leases,
                 num_receives=len(self._incoming),
                 num_blocks_quarantined=self._incoming.num_blocks_quarantined,
                 num_peers_resting=links.num_peers_resting,
-                num_links_served=links.num_served,
+                num_links_served=links.num_active,
                 outcomes=dict(self._context.outcomes),
             )
 
@@ -313,26 +303,26 @@ class Planner:
         return min((d for d in deadlines if d is not None), default=None)
 
     # -- the peers' messages ------------------------------------------------------------------
-    def answer(
-        self, reader: str, message: Acquire | AcquireHistory | Register | Renew | Release
-    ) -> Granted | Registered | Renewed | Released | Declined:
+    def answer(self, reader: str, message: messages.Asked) -> messages.Answer:
         """Answer a reader that shook hands with this epoch."""
         if message.holder_epoch != self._config.epoch:
             # What an earlier start has granted does not exist: there is nothing to release.
-            is_release = isinstance(message, Release)
-            gone = decline(DeclineReason.GONE, "this instance has restarted since")
-            return Released() if is_release else gone
+            is_release = isinstance(message, messages.Release)
+            gone = messages.decline(
+                messages.DeclineReason.GONE, "this instance has restarted since"
+            )
+            return messages.Released() if is_release else gone
         with self._lock:
             match message:
-                case Acquire():
+                case messages.Acquire():
                     return self._pull_sender.acquire(reader, message)
-                case AcquireHistory():
+                case messages.AcquireHistory():
                     return self._history.acquire(reader, message)
-                case Register():
+                case messages.Register():
                     return self._register(reader, message)
-                case Renew():
+                case messages.Renew():
                     return self._renew(message)
-                case Release():
+                case messages.Release():
                     return self._release(reader, message)
 
     def lose_reader(self, reader: str) -> None:
@@ -340,47 +330,53 @@ class Planner:
         with self._lock:
             self._push_sender.lose_reader(reader)
 
-    def _register(self, reader: str, message: Register) -> Registered | Declined:
+    def _register(
+        self, reader: str, message: messages.Register
+    ) -> messages.Registered | messages.Declined:
         if self._outgoing.find(message.transfer_id, Offer) is not None:
-            return decline(DeclineReason.MISMATCH, NOT_PUSHED)
+            return messages.decline(messages.DeclineReason.MISMATCH, NOT_PUSHED)
         return self._push_sender.register(reader, message)
 
-    def _renew(self, message: Renew) -> Renewed | Declined:
+    def _renew(self, message: messages.Renew) -> messages.Renewed | messages.Declined:
         transfer_id = message.transfer_id
         end = self._outgoing.end_of(transfer_id)
-        notice = self._push_sender.early.refusal(transfer_id) if end is None else end.notice
+        notice = (
+            self._push_sender.early_registrations.refusal(transfer_id)
+            if end is None
+            else end.notice
+        )
         if notice is not None:
             self._context.emit(Notify(transfer_id, notice))
-            return Renewed(0.0, True)
+            return messages.Renewed(0.0, True)
         push = self._outgoing.find(transfer_id, OutgoingPush)
         if push is not None:
             return self._push_sender.renew(push, message)
-        if transfer_id in self._push_sender.early:
-            return Renewed(message.duration_s)
+        if transfer_id in self._push_sender.early_registrations:
+            return messages.Renewed(message.duration_s)
         return self._pull_sender.renew(message)
 
-    def _release(self, reader: str, message: Release) -> Released:
+    def _release(self, reader: str, message: messages.Release) -> messages.Released:
         transfer_id = message.transfer_id
         if self._history.release(reader, message):
-            return Released()
+            return messages.Released()
         offer = self._outgoing.find(transfer_id, Offer)
         if offer is not None:
             self._pull_sender.release(offer, reader, message)
-            return Released()
+            return messages.Released()
         push = self._outgoing.find(transfer_id, OutgoingPush)
         if push is not None:
             return self._push_sender.release(push, reader, message)
         is_unknown = self._outgoing.end_of(transfer_id) is None
-        if is_unknown and self._push_sender.early.withdraw(transfer_id, reader):
+        if is_unknown and self._push_sender.early_registrations.withdraw(transfer_id, reader):
             self._context.emit(NotifyEngine())
-        return Released()
+        return messages.Released()
 
     # -- inside -------------------------------------------------------------------------------
     def _offer(self) -> HandoffOffer:
         return HandoffOffer(self.address, self._config.handoff_lease_s)
 
     def _require_not_refused(self, transfer_id: TransferId) -> None:
-        if self._push_sender.early.refusal(transfer_id) is not None:
+        if self._push_sender.early_registrations.refusal(transfer_id) is not None:
             raise transfer_id_in_use(f"transfer id {transfer_id} was withdrawn before")
 
     def _require_holder(self, peer: PeerAddress) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.blocks.partials import PartialContent
-from kvferry.connector.wish import HistoryWish
-from kvferry.protocol.first_token import FirstToken
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol import messages
+from kvferry.protocol.hashing import PartialContent, next_block_hash
 from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import FirstToken, PrefillReport
 
 
 class BlockPort(Protocol):
@@ -58,6 +58,48 @@ class PromptIdentity:
 
     num_tokens: int
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRequest:
+    """The part of a prompt that is asked for, from the start of a block on."""
+
+    hashes: tuple[BlockHash, ...]
+    """Of its full blocks; at least one."""
+    blocks: tuple[BlockNumber, ...]
+    """One to fill for each hash, and one more if tokens go on after the last full block."""
+    tokens: Sequence[int]
+    """What the blocks may hold: from the first block's start to the last token of use."""
+    block_size_tokens: int
+    min_blocks: int
+    """Fewer full ones found are not worth a move."""
+
+    def __post_init__(self) -> None:
+        num_hashes, num_blocks = len(self.hashes), len(self.blocks)
+        if num_hashes < 1 or num_blocks - num_hashes not in (0, 1):
+            raise LocalProtocolError(f"{num_hashes} hashes for {num_blocks} blocks")
+
+    def fitting(
+        self, num_found: int, partials: Sequence[messages.PartialBlock]
+    ) -> messages.PartialBlock | None:
+        """Return the longest of ``partials`` that holds this prompt's own tokens, if any does.
+
+        They are said to follow the first ``num_found`` blocks, at least one. Nothing is believed:
+        the hash is compared with one over the tokens here.
+        """
+        start = num_found * self.block_size_tokens
+        # One of a whole block's length would be a full block, which has been asked for by its hash.
+        max_tokens = min(len(self.tokens) - start, self.block_size_tokens - 1)
+        if not 1 <= num_found < len(self.blocks):
+            return None
+        parent = self.hashes[num_found - 1]
+        for partial in sorted(partials, key=lambda p: p.num_tokens, reverse=True):
+            if partial.num_tokens > max_tokens:
+                continue
+            own = next_block_hash(parent, self.tokens[start : start + partial.num_tokens])
+            if own == partial.block_hash:
+                return partial
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +182,7 @@ class LinkCounts:
     """What the mover has in hand."""
 
     num_peers_resting: int = 0
-    num_served: int = 0
+    num_active: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +263,12 @@ class ConnectorPort(Protocol):
         ``RequestError`` for an address that is not allowed."""
         ...
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
-        """Fill the first of the wish's blocks with what ``peer`` has of it.
+    def read_history(self, peer: PeerAddress, request: HistoryRequest) -> TransferId:
+        """Fill the first of the request's blocks with what ``peer`` has of it.
 
         Returns the name of this receive: the end comes as a ``ReceiveResult``, within the
         configured time. ``end_receive`` gives it up. References as in ``receive``. Fewer than the
-        wish's ``min_blocks`` found is ``GONE``.
+        request's ``min_blocks`` found is ``GONE``.
         """
         ...
 

@@ -21,8 +21,7 @@ from kvferry.doctor.facts import (
 from kvferry.doctor.finding import Check, Finding
 from kvferry.doctor.handoff_checks import handoff_findings
 from kvferry.doctor.instance_checks import control_option, instance_findings
-from kvferry.protocol.compatibility import REMEDIES, Compatibility, shown
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.compatibility import REMEDIES, Compatibility, KVLayout, shown
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
 from kvferry.protocol.signing import SIGNATURE_VALIDITY_S

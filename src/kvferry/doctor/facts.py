@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 from kvferry.client.control_answer import ControlAnswer
 from kvferry.options import option
-from kvferry.protocol.hosts import is_loopback
+from kvferry.protocol.keys import UserKeyFile, is_loopback
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.user_key import UserKeyFile
 
 LOOPBACK = "loopback"
 """The one name of every loopback address: there they all mean the same host."""

@@ -18,8 +18,8 @@ from kvferry.client.http_client import HttpClient, Reply
 from kvferry.client.metrics_text import metric_by_label, metric_total
 from kvferry.doctor.facts import HttpFacts, LoadFacts, RoutedInstance, RouterFacts
 from kvferry.errors import PeerUnreachableError
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.messages import InstanceInfo
-from kvferry.protocol.user_key import UserKeyFile
 
 _Decoded = TypeVar("_Decoded")
 _LOAD_METRICS: Mapping[str, str] = {

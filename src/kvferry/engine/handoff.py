@@ -252,7 +252,7 @@ class Receives(_ConnectorUser):
         if holder is None:
             raise AssertionError(f"request {request.request_id} has no history to read")
         with self._lock:
-            request.history_id = self._port.read_history(holder, start.wish)
+            request.history_id = self._port.read_history(holder, start.history_request)
             self._by_transfer[request.history_id] = request
 
     def end(self, request: LiveRequest, *, needed: bool = False) -> None:

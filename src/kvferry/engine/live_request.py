@@ -9,13 +9,12 @@ import dataclasses
 import enum
 from dataclasses import InitVar, dataclass, field
 
-from kvferry.connector.ports import PromptIdentity
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, PromptIdentity
 from kvferry.engine.request import EngineRequest, FinishReason, OutputCallback, RequestReport
 from kvferry.protocol.hashing import next_block_hash, prompt_digest
 from kvferry.protocol.ids import BlockHash, BlockNumber, InstanceId, RequestId, TransferId
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, PeerAddress, Role
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 
 
 class Phase(enum.Enum):
@@ -218,10 +217,10 @@ class ReceiveStart:
 
 @dataclass(frozen=True, slots=True)
 class HistoryStart:
-    """Have what the holder of the conversation has of ``wish`` put into its blocks."""
+    """Have what the holder of the conversation has of ``history_request`` put into its blocks."""
 
     request: LiveRequest
-    wish: HistoryWish
+    history_request: HistoryRequest
 
 
 @dataclass(slots=True)

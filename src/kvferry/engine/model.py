@@ -32,9 +32,9 @@ from kvferry.engine.live_request import Chunk, LiveRequest
 from kvferry.engine.paged_cache import CacheShape, PagedCache
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import ConfigError
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.hashing import chain_root
 from kvferry.protocol.ids import BlockNumber, RequestId
-from kvferry.protocol.layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

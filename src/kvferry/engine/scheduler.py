@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from kvferry.blocks.partials import partial_content
 from kvferry.blocks.pool import BlockPool
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.handoff import HandoffSender, Receives
 from kvferry.engine.live_request import (
@@ -27,6 +26,7 @@ from kvferry.engine.live_request import (
 )
 from kvferry.engine.threshold import RecomputeThreshold
 from kvferry.errors import CapacityError
+from kvferry.protocol.hashing import partial_content
 from kvferry.protocol.ids import BlockHash
 
 
@@ -268,7 +268,7 @@ class Scheduler:
             return False
         min_tokens = self._threshold.min_tokens(holder.instance_id, num_tokens)
         size = self._block_size_tokens
-        wish = HistoryWish(
+        history_request = HistoryRequest(
             hashes=tuple(request.hashes_of(num_usable, size)[first:]),
             # The last token is computed, so there is a block after the last usable one.
             blocks=tuple(request.blocks[first : num_usable + 1]),
@@ -276,7 +276,7 @@ class Scheduler:
             block_size_tokens=size,
             min_blocks=max(1, self.blocks_for(min_tokens)),
         )
-        plan.histories.append(HistoryStart(request, wish))
+        plan.histories.append(HistoryStart(request, history_request))
         return True
 
     def _may_receive(self, plan: StepPlan, request: LiveRequest, num_blocks: int) -> bool:

@@ -1,16 +1,22 @@
-"""Encode and decode control messages, with the size limit checked first.
+"""What both ends of a control connection share: the encoding of messages, and the keys.
 
-A message of an unsupported version is told apart from a malformed one: the version is decoded from
-the envelope's header before the body is looked at.
+The size limit is checked first. A message of an unsupported version is told apart from a malformed
+one: the version is decoded from the envelope's header before the body is looked at.
 """
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
 import msgspec
+import zmq
+from zmq.utils import z85
 
 from kvferry.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
+from kvferry.protocol.ids import PROTOCOL_VERSION, is_supported
 from kvferry.protocol.messages import Envelope, Message
-from kvferry.protocol.version import PROTOCOL_VERSION, is_supported
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -50,3 +56,32 @@ def decode(data: bytes | memoryview) -> Envelope:
         return _envelope_decoder.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed message: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A CurveZMQ key pair in Z85 text."""
+
+    public: bytes
+    secret: bytes
+
+    def prove_to_server(self, socket: zmq.Socket[Any]) -> None:
+        """Have an unconnected socket reach only who has these keys, too."""
+        socket.curve_serverkey = self.public
+        self._identify(socket)
+
+    def demand_from_clients(self, socket: zmq.Socket[Any]) -> None:
+        """Have an unbound socket talk CurveZMQ; who is let in, an authenticator says."""
+        socket.curve_server = True
+        self._identify(socket)
+
+    def _identify(self, socket: zmq.Socket[Any]) -> None:
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+def derive_curve_keys(cluster_key: bytes) -> CurveKeys:
+    """Return the key pair that everyone with this cluster key has."""
+    raw = hashlib.blake2b(cluster_key, digest_size=32, person=b"kvferry-curve").digest()
+    secret = z85.encode(raw)
+    return CurveKeys(zmq.curve_public(secret), secret)

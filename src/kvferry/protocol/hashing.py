@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from sys import byteorder
 
 from kvferry.errors import LocalProtocolError
@@ -77,3 +78,21 @@ def block_hashes(root: BlockHash, tokens: Sequence[int], block_size_tokens: int)
 def prompt_digest(root: BlockHash, tokens: Sequence[int]) -> bytes:
     """Return 32 bytes over the whole prompt, partial tail, salt and adapter included."""
     return _hash(b"kvferry-prompt", root, len(tokens).to_bytes(8, "little"), _token_bytes(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PartialContent:
+    """What the last block of a sequence holds: its first tokens, and nothing that is of use after.
+
+    ``block_hash`` is ``next_block_hash(parent, tokens)``, which differs from any full block's.
+    """
+
+    parent: BlockHash
+    """Of the full block before it."""
+    num_tokens: int
+    block_hash: BlockHash
+
+
+def partial_content(parent: BlockHash, tokens: Sequence[int]) -> PartialContent:
+    """Return the name of ``tokens``, fewer than a block holds, after the block ``parent``."""
+    return PartialContent(parent, len(tokens), next_block_hash(parent, tokens))

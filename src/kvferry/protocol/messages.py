@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.compatibility import Compatibility
-from kvferry.protocol.first_token import FirstToken
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID_PATTERN,
@@ -25,8 +24,7 @@ from kvferry.protocol.ids import (
     LeaseId,
     TransferId,
 )
-from kvferry.protocol.layout import KVLayout
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import FirstToken, PrefillReport
 
 MAX_BLOCKS_PER_MESSAGE = 65_536
 MAX_PARTIALS = 8
@@ -111,8 +109,8 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
     """Unknown fields are allowed, here and in all that is nested, so that N+1 may add one."""
 
 
-class Hello(_Message, frozen=True, tag="hello"):
-    """Handshake. What must be alike is compared before ``transport_metadata`` is decoded."""
+class _Handshake(_Message, frozen=True):
+    """What must be alike is compared before ``transport_metadata`` is decoded."""
 
     instance_id: _InstanceId
     epoch: _Epoch
@@ -122,24 +120,26 @@ class Hello(_Message, frozen=True, tag="hello"):
     compatibility: Compatibility | None = None
 
 
-class HelloReply(_Message, frozen=True, tag="hello_reply"):
+class Hello(_Handshake, frozen=True, tag="hello"):
+    """The reader's half of the handshake."""
+
+
+class HelloReply(_Handshake, frozen=True, tag="hello_reply"):
     """The holder's half of the handshake."""
 
-    instance_id: _InstanceId
-    epoch: _Epoch
-    layout: KVLayout
-    transport: _Name
-    transport_metadata: _Metadata
-    compatibility: Compatibility | None = None
 
-
-class Acquire(_Message, frozen=True, tag="acquire"):
-    """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
+class _FromReader(_Message, frozen=True):
+    """What a reader that has shaken hands asks about a transfer."""
 
     instance_id: _InstanceId
     epoch: _Epoch
     holder_epoch: _Epoch
     transfer_id: _TransferId
+
+
+class Acquire(_FromReader, frozen=True, tag="acquire"):
+    """Ask for a lease on a finished handoff's blocks, and announce that they will be read."""
+
     num_tokens: _Count
     digest: _Digest
     duration_s: _Duration
@@ -148,16 +148,12 @@ class Acquire(_Message, frozen=True, tag="acquire"):
     want_block_digests: bool = False
 
 
-class AcquireHistory(_Message, frozen=True, tag="acquire_history"):
+class AcquireHistory(_FromReader, frozen=True, tag="acquire_history"):
     """Ask for a lease on what the holder has of a conversation: the blocks that the leading
     ``block_hashes`` find there. Answered by ``Granted`` with as many blocks as were found, or by
     ``Declined`` (``gone``) if those are fewer than ``min_blocks``. ``transfer_id`` is the reader's
     own, and names the lease in ``Release``."""
 
-    instance_id: _InstanceId
-    epoch: _Epoch
-    holder_epoch: _Epoch
-    transfer_id: _TransferId
     block_hashes: Annotated[
         tuple[_BlockHash, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_MESSAGE)
     ]
@@ -227,16 +223,12 @@ class Released(_Message, frozen=True, tag="released"):
     if not, a ``quiet`` notice follows."""
 
 
-class Register(_Message, frozen=True, tag="register"):
+class Register(_FromReader, frozen=True, tag="register"):
     """Tell the sender which of the receiver's blocks to fill: ``blocks[k]`` gets the position
     ``first_block + k``. May come before, during or after prefill. Of one receiver the highest
     ``generation`` is obeyed: an earlier one's blocks are another's by now. Of several receivers
     the last is. No two registrations under one transfer id share a generation."""
 
-    instance_id: _InstanceId
-    epoch: _Epoch
-    holder_epoch: _Epoch
-    transfer_id: _TransferId
     generation: _Count
     num_tokens: _Count
     digest: _Digest
@@ -353,8 +345,11 @@ def decline(reason: DeclineReason, detail: str = "", field: str = "") -> Decline
 NOTICE_SEQUENCE = 0
 """The sequence number of notices, which answer nothing; requests count from 1."""
 
-Request = Hello | Acquire | AcquireHistory | Register | Renew | Release | InstanceQuery
-Reply = HelloReply | Granted | Registered | Renewed | Released | Declined | InstanceInfo
+Asked = Acquire | AcquireHistory | Register | Renew | Release
+"""What is asked of a peer after the handshake, about one transfer."""
+Answer = Granted | Registered | Renewed | Released | Declined
+Request = Hello | Asked | InstanceQuery
+Reply = HelloReply | Answer | InstanceInfo
 Notice = Admitted | Posting | FirstTokenReady | Written | Failed | Quiet
 Message = Request | Reply | Notice
 

@@ -18,8 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import RequestError
-from kvferry.protocol.first_token import FirstToken as FirstToken
-from kvferry.protocol.first_token import TokenLogprob as TokenLogprob
 from kvferry.protocol.ids import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID_PATTERN,
@@ -28,7 +26,9 @@ from kvferry.protocol.ids import (
     TransferId,
 )
 from kvferry.protocol.messages import MAX_DURATION_S, MAX_NAME_CHARS
-from kvferry.protocol.prefill_report import PrefillReport as PrefillReport
+from kvferry.protocol.prefill_result import FirstToken as FirstToken
+from kvferry.protocol.prefill_result import PrefillReport as PrefillReport
+from kvferry.protocol.prefill_result import TokenLogprob as TokenLogprob
 
 TRANSFER_FIELD = "kv_transfer_params"
 """Holds the parameters, in the body of a leg and in prefill's answer."""

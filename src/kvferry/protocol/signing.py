@@ -10,18 +10,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping
-from pathlib import Path
 
-from kvferry.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.ids import MAX_TRANSFER_ID_CHARS, TRANSFER_ID_PATTERN, TransferId
 
 SIGNATURE_HEADER = "X-Kvferry-Signature"
-CLUSTER_KEY_VARIABLE = "KVFERRY_CLUSTER_KEY"
 SIGNATURE_VALIDITY_S = 60
 """How long what is signed now may be on its way."""
-MIN_KEY_BYTES = 32
-MAX_KEY_BYTES = 4096
 
 _HEADER = re.compile(r"t=([0-9]{1,15}),id=([^,]+),v1=([0-9a-f]{64})", re.ASCII)
 
@@ -67,41 +62,6 @@ def verify(key: bytes, body: bytes, header: str, now_s: float) -> TransferId:
     if now_s >= expires_at_s:
         raise RemoteProtocolError("the signature has expired")
     return transfer_id
-
-
-def load_cluster_key(path: Path | None, environment: Mapping[str, str]) -> bytes | None:
-    """Return the cluster key from the file ``path`` or else ``KVFERRY_CLUSTER_KEY``; None if unset.
-
-    One line end after the key is not part of it. Raises ``ConfigError``, which never shows the
-    key, if both are given, the file cannot be read, or the key has a wrong length.
-    """
-    value = environment.get(CLUSTER_KEY_VARIABLE)
-    if path is not None and value is not None:
-        raise ConfigError(f"give the cluster key as a file or as {CLUSTER_KEY_VARIABLE}, not both")
-    if path is not None:
-        return checked_key(_read_key(path), str(path))
-    if value is not None:
-        return checked_key(value.encode("utf-8", "surrogateescape"), CLUSTER_KEY_VARIABLE)
-    return None
-
-
-def _read_key(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_KEY_BYTES + 3)
-    except OSError as error:
-        raise ConfigError(f"the cluster key cannot be read: {error}") from error
-
-
-def checked_key(raw: bytes, source: str) -> bytes:
-    """Return the key without its line end. Raises ``ConfigError`` if its length is wrong."""
-    key = raw.removesuffix(b"\n").removesuffix(b"\r")
-    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        raise ConfigError(
-            f"the cluster key in {source} must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes; "
-            "make one with: openssl rand -hex 32"
-        )
-    return key
 
 
 def _is_transfer_id(text: str) -> bool:

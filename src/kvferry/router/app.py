@@ -12,8 +12,8 @@ from aiohttp import web
 
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import CONTENT_TYPE
-from kvferry.protocol.client_headers import REQUEST_ID_HEADER
-from kvferry.protocol.hosts import is_loopback
+from kvferry.protocol.headers import REQUEST_ID_HEADER
+from kvferry.protocol.keys import is_loopback
 from kvferry.protocol.params import Role
 from kvferry.protocol.signing import SIGNATURE_HEADER
 from kvferry.router import answers

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
 from kvferry.options import REQUIRED, check_options, option
-from kvferry.protocol.client_headers import DEFAULT_RETENTION_S
-from kvferry.protocol.user_key import UserKeyFile
+from kvferry.protocol.headers import DEFAULT_RETENTION_S
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.router.engines import EngineConfig, normalise_url
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from multidict import CIMultiDict
 
 from kvferry.errors import RequestError
-from kvferry.protocol.client_headers import (
+from kvferry.protocol.headers import (
     MODE_HEADER,
     READ_BACK_HEADER,
     REQUEST_ID_HEADER,

@@ -18,7 +18,7 @@ from kvferry.clock import Clock, SystemClock
 from kvferry.errors import ConfigError
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.user_key import OwnKey
+from kvferry.protocol.keys import OwnKey
 from kvferry.router.app import Admission, Routes
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.health import HealthMonitor, ProbeTimes

@@ -19,10 +19,9 @@ from aiohttp import web
 
 from kvferry.engine.request import EngineRequest
 from kvferry.errors import EngineError, RequestError
-from kvferry.protocol.client_headers import refuse_unknown_headers
+from kvferry.protocol.headers import RECEIVE_HEADER, refuse_unknown_headers, stream_note
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import PROGRESS_FIELD, KvTransferParams, Role
-from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
 from kvferry.server.bodies import (
     MAX_CHOICES,
     ChatRequest,

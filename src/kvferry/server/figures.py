@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import Counter
 
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 
 if TYPE_CHECKING:
     # torch is heavy: only building an instance imports it.

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.blocks.pool import BlockPool
-from kvferry.blocks.renewing import RenewingBlocks
-from kvferry.blocks.retention import RetentionTable
+from kvferry.blocks.retention import RenewingBlocks, RetentionTable
 from kvferry.clock import Clock
 from kvferry.connector.config import is_loopback
 from kvferry.connector.exchange import Exchange, ExchangeMemory

@@ -118,9 +118,6 @@ class Link(abc.ABC):
         """Note that from now on the peer is told of local blocks to write into, on a link that was
         opened with ``peer_writes=False``."""
 
-    def peer_said_done(self) -> None:  # noqa: B027  # optional: nothing to do is an answer
-        """Note that the peer told us, out of band, that it has ended all it had posted."""
-
 
 class Transport(abc.ABC):
     """One process's end of one way to move bytes."""

@@ -1,4 +1,5 @@
-"""What all links have in common: states, checks, and the fate of transfers when a link ends.
+"""What all links have in common: states, checks, the fate of transfers when a link ends, and the
+envelope of their metadata.
 
 Knows nothing of how bytes move; a transport fills in the underscored methods.
 """
@@ -7,19 +8,31 @@ from __future__ import annotations
 
 import abc
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from kvferry.errors import (
     FerryError,
+    IncompatiblePeerError,
     LocalProtocolError,
     PeerUnreachableError,
     ProtocolError,
+    RemoteProtocolError,
     TransferError,
 )
 from kvferry.transport.base import Link, Transfer, TransferStatus
 from kvferry.transport.geometry import Geometry, Indices, block_bytes_of, pair_blocks
 from kvferry.transport.peer_watch import PeerWatch
+
+MAX_METADATA_BYTES = 256 * 1024
+_MARK = b"kvferry-link-1:"
+_DIGEST_BYTES = 16
+
+T = TypeVar("T")
 
 
 class Operation(enum.StrEnum):
@@ -166,11 +179,6 @@ class TrackedLink(Link):
         """Note that the peer is told of local blocks from now on."""
         self._peer_writes = True
 
-    def peer_said_done(self) -> None:
-        """Note that the peer has ended all it had posted."""
-        if self._watch is not None:
-            self._watch.note_done()
-
     # -- inside --------------------------------------------------------------------------------
     def _start(
         self, operation: Operation, local_blocks: Sequence[int], remote_blocks: Sequence[int]
@@ -215,3 +223,41 @@ class TrackedLink(Link):
         if not isinstance(transfer, PostedTransfer) or transfer.owner is not self:
             raise LocalProtocolError("a transfer of another link")
         return transfer
+
+
+def encode_metadata(metadata: msgspec.Struct) -> bytes:
+    """Return the bytes that a peer's ``decode_metadata`` takes: a mark, a digest and msgpack.
+
+    The digest guards against damage, not against forgery: who may send metadata at all is decided
+    by the control plane. Raises ``LocalProtocolError`` if there would be too many bytes.
+    """
+    payload = msgspec.msgpack.encode(metadata)
+    encoded = _MARK + _digest(payload) + payload
+    if len(encoded) > MAX_METADATA_BYTES:
+        raise LocalProtocolError(f"link metadata of {len(encoded)} bytes is too large")
+    return encoded
+
+
+def decode_metadata(data: bytes, kind: type[T]) -> T:
+    """Return the struct in ``data``, which is never pickled. Whatever a newer peer adds is ignored:
+    fields of a map, elements at the end of an array.
+
+    Raises ``RemoteProtocolError`` for anything damaged, ``IncompatiblePeerError`` for what has
+    arrived as it was meant and means nothing here: another transport's, or a newer kind of memory.
+    """
+    if len(data) > MAX_METADATA_BYTES:
+        raise RemoteProtocolError(f"link metadata of {len(data)} bytes is too large")
+    head = len(_MARK) + _DIGEST_BYTES
+    payload = bytes(data[head:])
+    if data[: len(_MARK)] != _MARK or data[len(_MARK) : head] != _digest(payload):
+        raise RemoteProtocolError("malformed link metadata")
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.ValidationError as error:
+        raise IncompatiblePeerError("transport_metadata", kind.__name__, str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed link metadata: {error}") from error
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=_DIGEST_BYTES).digest()

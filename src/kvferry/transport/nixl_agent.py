@@ -15,7 +15,12 @@ import secrets
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
 
 from kvferry.errors import (
     ConfigError,
@@ -25,18 +30,15 @@ from kvferry.errors import (
     RemoteProtocolError,
     TransferFailedError,
 )
-from kvferry.transport.geometry import Geometry, Indices
+from kvferry.transport.geometry import MAX_REGIONS, Geometry, Indices, RegionGeometry
+from kvferry.transport.host import ProcessIdentity
 from kvferry.transport.link import Operation
-from kvferry.transport.nixl_descriptors import (
-    NixlMetadata,
-    descriptor_indices,
-    registration_rows,
-    strided_rows,
-)
 from kvferry.transport.nixl_options import NixlOptions, engine_options
+from kvferry.transport.peer_watch import FarewellReference
 
 NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Import names of NIXL's builds, in order of preference."""
+MAX_DESCRIPTORS = 2**24
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
@@ -77,6 +79,18 @@ def load_nixl() -> ModuleType:
         except ImportError as error:
             reasons.append(f"{package}: {error}")
     raise ConfigError(f"NIXL does not import ({'; '.join(reasons)}); install kvferry[nixl]")
+
+
+class NixlMetadata(msgspec.Struct, frozen=True):
+    """One link's end, as the peer sees it. Descriptors of a peer are made from this geometry, never
+    from objects that it serialised."""
+
+    backend: Annotated[str, Meta(max_length=32)]
+    agent_name: Annotated[str, Meta(min_length=1, max_length=128)]
+    agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=200_000)]
+    regions: Annotated[tuple[RegionGeometry, ...], Meta(min_length=1, max_length=MAX_REGIONS)]
+    process: ProcessIdentity
+    farewell: FarewellReference
 
 
 class NixlAgent:
@@ -234,3 +248,42 @@ def _present(result: Any) -> Any:  # noqa: ANN401  # NIXL has no type informatio
 
 def _text(name: str | bytes) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else name
+
+
+def registration_rows(geometry: Geometry) -> list[tuple[int, int, int, str]]:
+    """Return one (address, bytes, device, "") per region, from its first byte to its last."""
+    return [(region.start, region.span_bytes, region.device_index, "") for region in geometry]
+
+
+def strided_rows(geometry: Geometry) -> npt.NDArray[np.uint64]:
+    """Return rows of (address, block bytes, device, stride, count): all blocks, region by region.
+
+    Block ``i`` of region ``r`` has index ``r * num_blocks + i`` in the list that NIXL makes of it.
+    """
+    return np.array(
+        [
+            (
+                region.start,
+                region.block_bytes,
+                region.device_index,
+                region.stride_bytes,
+                region.num_blocks,
+            )
+            for region in geometry
+        ],
+        dtype=np.uint64,
+    )
+
+
+def num_descriptors(geometry: Geometry) -> int:
+    """Return how many descriptors NIXL makes of ``strided_rows``."""
+    return sum(region.num_blocks for region in geometry)
+
+
+def descriptor_indices(blocks: Indices, geometry: Geometry) -> npt.NDArray[np.int32]:
+    """Return the indices of ``blocks`` in every region, region by region.
+
+    Within a region the order of ``blocks`` is kept, so that runs of neighbours stay together.
+    """
+    first = np.arange(len(geometry), dtype=np.int64) * geometry[0].num_blocks
+    return (first[:, None] + blocks[None, :]).reshape(-1).astype(np.int32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from kvferry.transport.base import MemoryKind
-from kvferry.transport.cross_memory import can_read_memory_of
 from kvferry.transport.geometry import RegionGeometry
 from kvferry.transport.host import ProcessIdentity
 
@@ -60,7 +60,7 @@ def reads_natively(
     if named <= _WITHOUT_READ_TLS:
         return False
     if beside is not None and named & _DIRECT_TLS:
-        return remote.kind is not MemoryKind.DRAM or can_read_memory_of(beside, remote.start)
+        return remote.kind is not MemoryKind.DRAM or _can_read_memory_of(beside, remote.start)
     return options.ucx_net_devices != "lo" and _has_devices(_RDMA_DEVICES)
 
 
@@ -78,3 +78,29 @@ def _named_tls(options: NixlOptions) -> frozenset[str]:
 
 def _has_devices(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def _can_read_memory_of(process: ProcessIdentity, address: int) -> bool:
+    """Whether the kernel lets this process read a byte at ``address`` of ``process``, which is
+    beside it."""
+    try:
+        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except AttributeError:
+        return False
+    byte = ctypes.create_string_buffer(1)
+    here = _Span(ctypes.addressof(byte), 1)
+    there = _Span(address, 1)
+    read.restype = ctypes.c_ssize_t
+    count: int = read(
+        ctypes.c_int(process.pid),
+        ctypes.byref(here),
+        ctypes.c_ulong(1),
+        ctypes.byref(there),
+        ctypes.c_ulong(1),
+        ctypes.c_ulong(0),
+    )
+    return count == 1

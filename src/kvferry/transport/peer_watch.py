@@ -6,13 +6,22 @@ does not stop it, and neither does time: a stopped process goes on where it was 
 continued. Only its death or its own word proves that it has ended. The word is a byte in a page
 that the peer shares: it sets it after it has torn its end down. In another pid namespace there is
 no page to be opened and no pid to look at; there a lifeline tells of both.
+
+A lifeline is a socket. The kernel closes a process's sockets when the last of its threads has left
+its last system call, however the process ends; a stopped one keeps them. So each end of a link
+listens, under a name made of a nonce that it tells its peer, and accepts nobody: a peer's
+connection waits in the queue until the listener is closed. Abstract names belong to a network
+namespace: where none is shared, nobody answers, and there is no proof.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
+import socket
+import weakref
 from typing import Annotated
 
 import msgspec
@@ -20,11 +29,12 @@ from msgspec import Meta
 
 from kvferry.errors import FerryError, RemoteProtocolError
 from kvferry.transport.host import ProcessIdentity, is_proven_dead
-from kvferry.transport.lifeline import HeldLifeline, Lifeline, hold_lifeline
 from kvferry.transport.shared_memory import Memfd, MemfdReference, map_peer_memory
 
 _NONCE_BYTES = 16
 _DONE_OFFSET = _NONCE_BYTES
+_NAME_BYTES = 16
+_QUEUE_LENGTH = 1
 
 
 class FarewellReference(msgspec.Struct, frozen=True):
@@ -60,7 +70,6 @@ class PeerWatch:
         self.is_beside = ours.is_beside(theirs)
         self._page: mmap.mmap | None = None
         self._lifeline: HeldLifeline | None = None
-        self._said_done = False
 
     def map_farewell(self, reference: FarewellReference) -> None:
         """Map the page with the peer's word.
@@ -75,7 +84,7 @@ class PeerWatch:
 
     def follow(self, reference: FarewellReference) -> None:
         """Hear the peer's word from now on: by its page where that can be mapped, else by its
-        lifeline. Without either only death, where its pid can be seen, or a message is proof."""
+        lifeline. Without either only death, where its pid can be seen, is proof."""
         if self.is_beside:
             with contextlib.suppress(FerryError):
                 self.map_farewell(reference)
@@ -88,13 +97,9 @@ class PeerWatch:
         what it may write into then stays out of use."""
         return self.is_on_host and not self.is_beside and self._lifeline is None
 
-    def note_done(self) -> None:
-        """The peer said by another way that it has ended all it had posted."""
-        self._said_done = True
-
     def has_said_done(self) -> bool:
         """Whether the peer has torn its end down."""
-        return self._said_done or (self._page is not None and self._page[_DONE_OFFSET] != 0)
+        return self._page is not None and self._page[_DONE_OFFSET] != 0
 
     def is_dead(self) -> bool:
         """Whether the peer is on this host and proven to be dead, or to have cut its lifeline."""
@@ -105,3 +110,60 @@ class PeerWatch:
     def cannot_write_directly(self) -> bool:
         """Whether the peer can write into this process by no way that bypasses our own end."""
         return not self.is_on_host or self.has_said_done() or self.is_dead()
+
+
+class Lifeline:
+    """Our end of it: open as long as this process lives and has not cut it."""
+
+    def __init__(self, nonce: bytes) -> None:
+        self._descriptor = -1
+        with _unix_socket() as listener, contextlib.suppress(OSError):
+            # Where it is forbidden, peers have one proof less.
+            listener.bind(_name(nonce))
+            listener.listen(_QUEUE_LENGTH)
+            # A bare number: what is merely forgotten here must tell nobody that it is done.
+            self._descriptor = listener.detach()
+
+    def cut(self) -> None:
+        """Let the peer know that nothing of ours is posted any more; safe to repeat."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class HeldLifeline:
+    """A peer's, as this process holds it; let go when it is forgotten."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def is_cut(self) -> bool:
+        """Whether the peer has cut it, or has died."""
+        try:
+            return not os.read(self._descriptor, 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def hold_lifeline(nonce: bytes) -> HeldLifeline | None:
+    """Return the lifeline of that nonce; None where nobody can be reached by it from here."""
+    with _unix_socket() as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(_name(nonce))
+        except OSError:
+            return None
+        return HeldLifeline(connection.detach())
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def _name(nonce: bytes) -> bytes:
+    """The nonce itself stays unseen by those who list sockets."""
+    digest = hashlib.blake2b(nonce, digest_size=_NAME_BYTES, person=b"kvferry-lifeline")
+    return b"\0kvferry-" + digest.hexdigest().encode()

@@ -38,8 +38,13 @@ from kvferry.transport.geometry import (
     runs,
 )
 from kvferry.transport.host import ProcessIdentity, this_process
-from kvferry.transport.link import Operation, TrackedLink, Work
-from kvferry.transport.metadata import decode_metadata, encode_metadata
+from kvferry.transport.link import (
+    Operation,
+    TrackedLink,
+    Work,
+    decode_metadata,
+    encode_metadata,
+)
 from kvferry.transport.peer_watch import FarewellPage, FarewellReference, PeerWatch
 from kvferry.transport.shared_memory import (
     Memfd,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import Epoch, new_epoch
-from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryKind, MemoryRegion
 from kvferry.vllm_plugin.likeness import (
     LayerKind,

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from kvferry.blocks.partials import PartialContent
-from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import ConnectorSnapshot, HistoryRequest, PromptIdentity
+from kvferry.protocol.hashing import PartialContent
 from kvferry.protocol.ids import BlockHash, BlockNumber, RequestId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 
@@ -59,7 +58,7 @@ class FillHistory(_Order, frozen=True, tag="fill_history"):
 
     request_id: RequestId
     peer: PeerAddress
-    wanted: HistoryWish
+    wanted: HistoryRequest
 
 
 class End(_Order, frozen=True, tag="end"):

@@ -12,8 +12,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from kvferry.blocks.partials import PartialBlocks, PartialContent
+from kvferry.blocks.pool import PartialBlocks
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.hashing import PartialContent
 from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.vllm_plugin.orders import PoolFigures
 

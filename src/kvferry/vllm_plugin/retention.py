@@ -15,9 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.blocks.chain_tree import ChainTree
-from kvferry.blocks.partials import partial_content
 from kvferry.clock import Clock
-from kvferry.protocol.hashing import block_hashes
+from kvferry.protocol.hashing import block_hashes, partial_content
 from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.vllm_plugin.orders import Forget, LetGo, MakeRoom, PoolFigures, Retain
 from kvferry.vllm_plugin.request_state import EnginePool, EngineRequest, as_blocks, blocks_for

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.clock import Clock
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest
 from kvferry.errors import LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.protocol.hashing import block_hashes, chain_root
@@ -235,7 +235,7 @@ class SchedulerHalf:
             raise LocalProtocolError("a history without a holder")
         tokens = (state.request.prompt_token_ids or [])[: state.num_fillable_tokens]
         hashes = tuple(block_hashes(state.root, tokens, self._block_size)[first:])
-        wanted = HistoryWish(
+        wanted = HistoryRequest(
             hashes=hashes,
             blocks=blocks,
             tokens=tuple(tokens[first * self._block_size :]),

@@ -17,9 +17,8 @@ from kvferry.connector.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.options import check_options, option, read_options, same_as
-from kvferry.protocol.hosts import is_loopback
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
-from kvferry.protocol.user_key import KeyChoice
+from kvferry.protocol.keys import KeyChoice, is_loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from kvferry.connector.ports import HISTORY_MODE, ConnectorPort, PrefillEnd, Rec
 from kvferry.errors import FerryError, LocalProtocolError
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
-from kvferry.protocol.compatibility import Compatibility
-from kvferry.protocol.first_token import FirstToken
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import BlockNumber, RequestId, TransferId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.params import Mode
+from kvferry.protocol.prefill_result import FirstToken
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
 from kvferry.vllm_plugin import orders

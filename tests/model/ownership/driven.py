@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from kvferry.blocks.renewing import RenewingBlocks
+from kvferry.blocks.retention import RenewingBlocks
 from kvferry.clock import Clock
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import (
-    Asked,
+from kvferry.connector.effects import (
+    ActivateReader,
     ContactPeer,
+    DeactivateReader,
     DisconnectPeer,
     DisconnectReader,
     Effect,
@@ -23,11 +24,9 @@ from kvferry.connector.machine.effects import (
     PostRead,
     PostWrite,
     Send,
-    StartServing,
     StopProgress,
-    StopServing,
 )
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     AcquireAnswered,
     Event,
     Noticed,
@@ -40,19 +39,27 @@ from kvferry.connector.machine.events import (
     RenewAnswered,
     WriteEnded,
 )
-from kvferry.connector.peers.sessions import never_told
+from kvferry.connector.peers.sessions import never_registered
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import (
     ConnectorSnapshot,
+    HistoryRequest,
     PrefillEnd,
     PromptIdentity,
     ReceiveOutcome,
     ReceiveResult,
 )
-from kvferry.connector.wish import HistoryWish
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.ids import Epoch, InstanceId
-from kvferry.protocol.layout import KVLayout
-from kvferry.protocol.messages import Acquire, AcquireHistory, Hello, Register, Release, Renew
+from kvferry.protocol.messages import (
+    Acquire,
+    AcquireHistory,
+    Asked,
+    Hello,
+    Register,
+    Release,
+    Renew,
+)
 from tests.integration.exchange_pair import LAYOUT as EXCHANGE_LAYOUT
 
 __all__ = [
@@ -64,7 +71,7 @@ __all__ = [
     "Driven",
     "Effect",
     "Event",
-    "HistoryWish",
+    "HistoryRequest",
     "Noticed",
     "Notify",
     "PeerLost",
@@ -87,10 +94,10 @@ __all__ = [
     "Release",
     "Renew",
     "Send",
-    "never_told",
-    "StartServing",
+    "never_registered",
+    "ActivateReader",
     "StopProgress",
-    "StopServing",
+    "DeactivateReader",
     "WriteEnded",
 ]
 

@@ -12,13 +12,13 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.blocks.partials import partial_content
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RetentionTable
 from kvferry.errors import CapacityError, LocalProtocolError, RequestError
-from kvferry.protocol.first_token import FirstToken
+from kvferry.protocol.hashing import partial_content
 from kvferry.protocol.ids import BlockNumber, InstanceId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
+from kvferry.protocol.prefill_result import FirstToken
 from tests.model.ownership import driven as ferry
 from tests.model.ownership.content import Memory, Text
 from tests.model.ownership.driven import BLOCK_TOKENS
@@ -272,8 +272,10 @@ class Engine:
             return
         blocks = request.blocks[num_cached : usable.num_blocks]
         tokens = usable.tokens[BLOCK_TOKENS * num_cached :]
-        wish = ferry.HistoryWish(tuple(hashes), tuple(blocks), tokens, BLOCK_TOKENS, 1)
-        name = self.network.call(self.name, "read_history", holder, wish)
+        history_request = ferry.HistoryRequest(
+            tuple(hashes), tuple(blocks), tokens, BLOCK_TOKENS, 1
+        )
+        name = self.network.call(self.name, "read_history", holder, history_request)
         self.network.oracle.set_aside(self.name, name, request.text, blocks, num_cached)
         request.receive_name, request.first_received = name, num_cached
         request.phase, request.history = Phase.RECEIVING, None

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from kvferry.blocks.quarantine import Quarantine
-from kvferry.blocks.renewing import RenewingBlocks
-from kvferry.connector.machine.table import Rule
+from kvferry.blocks.retention import RenewingBlocks
+from kvferry.connector.ports import HistoryRequest
 from kvferry.connector.pull import receiver
 from kvferry.connector.pull import table as pull
 from kvferry.connector.push.receiver import IncomingPush, PushReceiver
 from kvferry.connector.push.sender import OutgoingPush, PushSender
 from kvferry.connector.push.table import IncomingState
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.table import Rule
 from kvferry.protocol import hashing
 from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.protocol.messages import PartialBlock, Register
@@ -162,14 +162,14 @@ def partial_blocks_are_believed(patch: pytest.MonkeyPatch) -> None:
     """A partial block is read whatever its hash says."""
 
     def believes(
-        self: HistoryWish, num_found: int, partials: Sequence[PartialBlock]
+        self: HistoryRequest, num_found: int, partials: Sequence[PartialBlock]
     ) -> PartialBlock | None:
         start = num_found * self.block_size_tokens
         most = min(len(self.tokens) - start, self.block_size_tokens - 1)
         has_room = 1 <= num_found < len(self.blocks)
         return next((p for p in partials if has_room and p.num_tokens <= most), None)
 
-    patch.setattr(HistoryWish, "fitting", believes)
+    patch.setattr(HistoryRequest, "fitting", believes)
 
 
 MUTANTS: list[Mutant] = [

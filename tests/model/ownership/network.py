@@ -94,9 +94,9 @@ class Network:
                 session = self.sessions.get((name, effect.peer.instance_id))
                 if session is not None:
                     session.pushes.pop(effect.transfer_id, None)
-            case ferry.StartServing():
+            case ferry.ActivateReader():
                 self.serving[name] += 1
-            case ferry.StopServing():
+            case ferry.DeactivateReader():
                 self.serving[name] -= 1
             case _:
                 pass
@@ -144,7 +144,7 @@ class Network:
 
     def _tell_unsent(self, session: Session, message: Asked) -> None:
         if isinstance(message, ferry.Register):
-            self.tell(session.asker, ferry.never_told(message))
+            self.tell(session.asker, ferry.never_registered(message))
 
     def overdue(self) -> list[Session]:
         """Return the sessions whose peer owes an answer for too long."""

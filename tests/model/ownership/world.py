@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
-from kvferry.blocks.renewing import RenewingBlocks
-from kvferry.blocks.retention import RetentionLimits, RetentionTable
+from kvferry.blocks.retention import RenewingBlocks, RetentionLimits, RetentionTable
 from kvferry.protocol.ids import Epoch, InstanceId, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 from tests.model.ownership.content import Memory, Text
@@ -19,6 +17,7 @@ from tests.model.ownership.driven import BLOCK_TOKENS, ConnectorSnapshot, Driven
 from tests.model.ownership.engine import Engine, Kind, Phase, Request
 from tests.model.ownership.network import Network
 from tests.model.ownership.oracle import Oracle
+from tests.support.block_integrity import assert_whole
 from tests.support.fake_clock import FakeClock
 
 NUM_BLOCKS = 20

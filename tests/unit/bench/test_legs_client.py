@@ -7,7 +7,7 @@ import pytest
 from kvferry.bench.turns import SESSION_HEADER
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import MeasurementError
-from kvferry.protocol.client_headers import READ_BACK_HEADER
+from kvferry.protocol.headers import READ_BACK_HEADER
 from tests.unit.bench.scripted_vllm import Json, serving_pair
 
 _BODY: Json = {"prompt": [1, 2, 3], "max_tokens": 4, "stream_options": {"include_usage": True}}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.blocks.integrity import check_integrity
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RetentionLimits, RetentionTable
 from kvferry.protocol.ids import BlockHash, BlockNumber
+from tests.support.block_integrity import check_integrity
 from tests.support.fake_clock import FakeClock
 
 NUM_BLOCKS = 16

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from kvferry.blocks.integrity import assert_whole, check_integrity
 from kvferry.blocks.pool import BlockPool, PoolSnapshot
 from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockHash, BlockNumber
+from tests.support.block_integrity import assert_whole, check_integrity
 
 
 def hashes(*names: str) -> list[BlockHash]:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.blocks.integrity import assert_whole, check_integrity
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.quarantine import Quarantine
-from kvferry.errors import CapacityError, ConfigError, LocalProtocolError
+from kvferry.errors import CapacityError, LocalProtocolError
 from kvferry.protocol.ids import BlockNumber
+from tests.support.block_integrity import assert_whole, check_integrity
 
 
 @pytest.fixture
@@ -40,38 +40,17 @@ def test_leaving_is_safe_to_repeat(pool: BlockPool, quarantine: Quarantine) -> N
     assert pool.num_references(blocks[0]) == 1
 
 
-def test_a_peer_proven_quiet_takes_all_its_transfers_out(
-    pool: BlockPool, quarantine: Quarantine
-) -> None:
-    blocks = pool.allocate(4)
-    quarantine.enter("xfer-1", "quiet", blocks[:2])
-    quarantine.enter("xfer-2", "quiet", blocks[1:3])
-    quarantine.enter("xfer-3", "stopped", blocks[2:])
-    pool.drop(blocks)
-    assert quarantine.num_entries("quiet") == 2
-    assert quarantine.leave_peer("quiet") == 2
-    assert quarantine.leave_peer("quiet") == 0
-    assert quarantine.num_blocks == 2
-    assert quarantine.num_entries("stopped") == 1
-    assert pool.num_free == 6
-    assert quarantine.references_taken() == {2: 1, 3: 1}
-
-
 def test_entering_is_never_refused_but_fullness_shows(
     pool: BlockPool, quarantine: Quarantine
 ) -> None:
     blocks = pool.allocate(6)
     quarantine.enter("xfer-1", "peer", blocks[:3])
-    assert not quarantine.is_full
-    assert quarantine.has_room(1)
-    assert not quarantine.has_room(2)
+    assert not quarantine.is_closed_to("peer")
     quarantine.enter("xfer-2", "peer", blocks[3:])
-    assert quarantine.is_full
     assert quarantine.num_blocks == 6
     assert quarantine.is_closed_to("peer")
     assert not quarantine.is_closed_to("another")
     quarantine.leave("xfer-1")
-    assert not quarantine.is_full
     assert not quarantine.is_closed_to("peer")
 
 
@@ -102,7 +81,14 @@ def test_free_blocks_cannot_enter(pool: BlockPool, quarantine: Quarantine) -> No
     assert_whole(pool)
 
 
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
-def test_a_share_that_makes_no_sense_is_refused(pool: BlockPool, share: float) -> None:
-    with pytest.raises(ConfigError):
-        Quarantine(pool, max_share=share)
+def test_each_transfer_has_references_of_its_own(pool: BlockPool, quarantine: Quarantine) -> None:
+    blocks = pool.allocate(4)
+    quarantine.enter("xfer-1", "quiet", blocks[:2])
+    quarantine.enter("xfer-2", "quiet", blocks[1:3])
+    quarantine.enter("xfer-3", "stopped", blocks[2:])
+    pool.drop(blocks)
+    for key in ("xfer-1", "xfer-2"):
+        quarantine.leave(key)
+    assert quarantine.num_blocks == 2
+    assert pool.num_free == 6
+    assert quarantine.references_taken() == {2: 1, 3: 1}

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.retention import RetentionLimits
 from kvferry.errors import ConfigError, LocalProtocolError
+from tests.support.block_integrity import assert_whole
 from tests.unit.blocks.retaining_instance import DURATION_S, Instance, chain
 
 

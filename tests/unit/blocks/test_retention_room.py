@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.blocks.integrity import assert_whole, check_integrity
-from kvferry.blocks.lease import LeaseLimits, LeaseTable
+from kvferry.blocks.lease import LeaseTable
 from kvferry.blocks.retention import RetentionLimits
 from kvferry.errors import CapacityError
+from tests.support.block_integrity import assert_whole, check_integrity
 from tests.unit.blocks.retaining_instance import DURATION_S, MAX_BLOCKS, NUM_BLOCKS, Instance, chain
 
 
@@ -107,18 +107,18 @@ def test_a_pool_under_pressure_gives_the_oldest_conversations_tail_first(
 
 
 def test_blocks_under_a_readers_lease_are_skipped(instance: Instance) -> None:
-    leases = LeaseTable(instance.pool, instance.clock, LeaseLimits(60, 0, 1.0))
+    leases = LeaseTable[str](instance.pool, instance.clock, max_duration_s=480, max_share=1.0)
     instance.turn("abcd")
     instance.turn("xyz")
     found = instance.pool.acquire_cached(chain("abc"))
-    lease = leases.grant("reader", found, 30)
+    leases.grant("reader", "history", found, 30)
     instance.pool.drop(found)
     instance.pool.allocate(instance.pool.num_free)
     check_integrity(instance.pool, leases)
     assert instance.retained("abcd", "xyz") == ["abc", ""]
     with pytest.raises(CapacityError):
         instance.pool.allocate(1)
-    leases.release(lease.lease_id)
+    assert leases.release("reader", "history")
     assert instance.pool.allocate(1) == [found[2]]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import run
+from kvferry.protocol.keys import FOLDER_VARIABLE
 from kvferry.protocol.signing import SIGNATURE_HEADER, verify
-from kvferry.protocol.user_key import FOLDER_VARIABLE
 from tests.own_key import own_key
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvferry import __version__
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.ids import Epoch, InstanceId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import InstanceInfo
 
 LAYOUT = KVLayout(

@@ -48,7 +48,7 @@ class ServedControlPort:
         config = ExchangeConfig(
             instance_id=InstanceId("decode"), epoch=Epoch(1), cluster_key=self._key
         )
-        server = ControlServer(context, config, lambda _: None)
+        server = ControlServer(context, config)
         self.address = server.address
         self._is_ready.set()
         while not self._is_over.is_set():

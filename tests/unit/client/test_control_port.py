@@ -13,10 +13,9 @@ import pytest
 from kvferry.client.control_answer import ControlAnswer, ControlEnd
 from kvferry.client.control_port import ControlPorts
 from kvferry.connector.peers.control import ControlServer
-from kvferry.protocol.ids import InstanceId, TransferId
+from kvferry.protocol.ids import PROTOCOL_VERSION, InstanceId, TransferId
 from kvferry.protocol.messages import Message, Release, Released, ReleaseOutcome
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.client.instance_info import info_of
 from tests.unit.client.served_control_port import TIMEOUT_S, Answer, Serve, with_info
 

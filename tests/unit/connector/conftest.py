@@ -7,18 +7,18 @@ from typing import TypeVar
 
 import pytest
 
-from kvferry.blocks.integrity import assert_whole
 from kvferry.blocks.pool import BlockPool
 from kvferry.connector.config import ExchangeConfig
-from kvferry.connector.machine.effects import Asked, Effect, Send
+from kvferry.connector.effects import Effect, Send
 from kvferry.connector.planner import Planner
 from kvferry.connector.ports import ConnectorSnapshot, PromptIdentity
-from kvferry.connector.transfers.context import BlockDigests
+from kvferry.connector.transfers import BlockDigests
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, LeaseId, TransferId
-from kvferry.protocol.messages import Acquire, Granted, Release, ReleaseOutcome, Renew
+from kvferry.protocol.messages import Acquire, Asked, Granted, Release, ReleaseOutcome, Renew
 from kvferry.protocol.params import PeerAddress
 from tests.integration.exchange_pair import LAYOUT
 from tests.model.driven import Driven
+from tests.support.block_integrity import assert_whole
 from tests.support.fake_clock import FakeClock
 
 TRANSFER = TransferId("xfer-1")

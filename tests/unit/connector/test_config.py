@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.connector.config import endpoint, is_loopback
 from kvferry.errors import ConfigError
-from kvferry.protocol.user_key import UserKeyFile
+from kvferry.protocol.keys import UserKeyFile
 from tests.unit.connector.conftest import make_config
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.machine.effects import (
-    CountHistoryEnd,
+from kvferry.connector.effects import (
+    ActivateReader,
+    CountEnd,
+    DeactivateReader,
     Effect,
     NotifyEngine,
     PostRead,
-    StartServing,
-    StopServing,
 )
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
-from kvferry.connector.ports import ReceiveOutcome, ReceiveResult
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome, ReceiveResult
 from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import (
@@ -84,10 +83,10 @@ def test_what_the_leading_hashes_find_is_leased_until_released(world: World) -> 
     reply, effects = ask(world, hashes_of())
     assert isinstance(reply, Granted)
     assert reply.blocks == tuple(blocks)
-    assert effects == [StartServing(READER)]
+    assert effects == [ActivateReader(READER)]
     assert world.pool.num_free == 13
     assert world.planner.snapshot().num_history_leases == 1
-    assert release(world) == [StopServing(READER), CountHistoryEnd("read")]
+    assert release(world) == [DeactivateReader(READER), CountEnd("history", "read")]
     world.assert_idle()
 
 
@@ -166,7 +165,11 @@ def test_asking_twice_by_one_name_replaces(world: World) -> None:
     fill(world, hashes_of())
     ask(world, hashes_of())
     _, effects = ask(world, hashes_of())
-    assert effects == [StopServing(READER), CountHistoryEnd("replaced"), StartServing(READER)]
+    assert effects == [
+        DeactivateReader(READER),
+        CountEnd("history", "replaced"),
+        ActivateReader(READER),
+    ]
     release(world)
     world.assert_idle()
 
@@ -176,7 +179,7 @@ def test_a_lease_whose_reader_vanished_ends_in_time(world: World) -> None:
     ask(world, hashes_of(), duration_s=3.0)
     assert world.planner.next_deadline_s() == 103.0
     world.clock.advance(3.0)
-    assert world.planner.tick() == [StopServing(READER), CountHistoryEnd("expired")]
+    assert world.planner.tick() == [DeactivateReader(READER), CountEnd("history", "expired")]
     world.assert_idle()
     assert release(world) == [NotifyEngine()]  # as of a push that was not begun
     world.assert_idle()
@@ -187,16 +190,16 @@ def test_serving_goes_on_while_another_kind_of_lease_runs(world: World) -> None:
     offer(world)
     world.planner.answer(READER, make_acquire())
     assert ask(world, hashes_of())[1] == []
-    assert release(world) == [CountHistoryEnd("read")]
-    assert StopServing(READER) in release_offer(world)
+    assert release(world) == [CountEnd("history", "read")]
+    assert DeactivateReader(READER) in release_offer(world)
     world.assert_idle()
 
 
 # -- the reader -------------------------------------------------------------------------------
 
 
-def wish_for(blocks: list[BlockNumber], count: int = 6) -> HistoryWish:
-    return HistoryWish(tuple(hashes_of(count=count)), tuple(blocks), TOKENS[:99], 16, 4)
+def wish_for(blocks: list[BlockNumber], count: int = 6) -> HistoryRequest:
+    return HistoryRequest(tuple(hashes_of(count=count)), tuple(blocks), TOKENS[:99], 16, 4)
 
 
 def begin(world: World, count: int = 6) -> tuple[TransferId, list[BlockNumber]]:

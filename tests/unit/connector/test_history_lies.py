@@ -6,11 +6,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks.partials import partial_content
-from kvferry.connector.machine.effects import PostRead
-from kvferry.connector.machine.events import AcquireAnswered, ReadEnded, ReadStatus
-from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.effects import PostRead
+from kvferry.connector.events import AcquireAnswered, ReadEnded, ReadStatus
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome
+from kvferry.protocol.hashing import partial_content
 from kvferry.protocol.ids import BlockHash, BlockNumber
 from kvferry.protocol.messages import Granted, PartialBlock
 from tests.unit.connector.conftest import PEER, grant, make_world
@@ -72,8 +71,8 @@ def test_a_holder_may_grant_anything(
     world = make_world()
     blocks = world.pool.allocate(num_blocks)
     tokens = TOKENS[: 96 if num_blocks == 6 else 98]
-    wish = HistoryWish(tuple(hashes_of()), tuple(blocks), tokens, 16, 4)
-    name, _ = world.planner.read_history(PEER, wish)
+    history_request = HistoryRequest(tuple(hashes_of()), tuple(blocks), tokens, 16, 4)
+    name, _ = world.planner.read_history(PEER, history_request)
     digests = tuple(bytes([number]) * 32 for number in range(num_digests))
     reply = msgspec.structs.replace(
         grant(*granted), partials=tuple(partials), block_digests=digests

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from kvferry.blocks.partials import PartialContent, partial_content
-from kvferry.connector.machine.effects import PostRead
-from kvferry.connector.machine.events import AcquireAnswered, ReadEnded, ReadStatus
-from kvferry.connector.ports import ReceiveOutcome
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.effects import PostRead
+from kvferry.connector.events import AcquireAnswered, ReadEnded, ReadStatus
+from kvferry.connector.ports import HistoryRequest, ReceiveOutcome
+from kvferry.protocol.hashing import PartialContent, partial_content
 from kvferry.protocol.ids import BlockHash, BlockNumber, TransferId
 from kvferry.protocol.messages import MAX_PARTIALS, Granted, PartialBlock
 from tests.unit.connector.conftest import PEER, World, grant, make_world
@@ -122,8 +121,8 @@ def test_a_partial_block_asked_for_as_a_full_one_is_leased_once(world: World) ->
 def begin(world: World) -> tuple[TransferId, list[BlockNumber]]:
     """A prompt of six full blocks and two tokens of use."""
     blocks = world.pool.allocate(7)
-    wish = HistoryWish(tuple(hashes_of()), tuple(blocks), TOKENS[:98], 16, 4)
-    name, _ = world.planner.read_history(PEER, wish)
+    history_request = HistoryRequest(tuple(hashes_of()), tuple(blocks), TOKENS[:98], 16, 4)
+    name, _ = world.planner.read_history(PEER, history_request)
     return name, blocks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.machine.effects import DisconnectReader, Notify, PostWrite
-from kvferry.connector.machine.events import (
+from kvferry.connector.effects import DisconnectReader, Notify, PostWrite
+from kvferry.connector.events import (
     AcquireAnswered,
     Noticed,
     PeerLost,

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.connector.leases.readers import ActiveReaders
+from kvferry.connector.leases import ActiveReaders
 from kvferry.connector.pull.sender import Offer, PullSender
-from kvferry.connector.transfers.context import RoleContext
-from kvferry.connector.transfers.outgoing import OutgoingTransfers
+from kvferry.connector.transfers import OutgoingTransfers, RoleContext
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber
 from kvferry.protocol.messages import Declined, DeclineReason, Failed, FailureReason, Registered
@@ -94,9 +93,9 @@ def test_a_prefill_that_is_held_is_not_held_twice(world: World) -> None:
     )
     blocks = world.pool.allocate(2)
     outgoing.add(offer, blocks)
-    outgoing.hold(offer)
+    outgoing.begin_lease(offer)
     with pytest.raises(LocalProtocolError, match="is held already"):
-        outgoing.hold(offer)
+        outgoing.begin_lease(offer)
     world.clock.advance(1000.0)
     outgoing.expire()
     world.pool.drop(blocks)

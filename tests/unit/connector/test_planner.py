@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.connector.machine.effects import ContactPeer, CountDropped, PostWrite
-from kvferry.connector.machine.events import AcquireAnswered
+from kvferry.connector.effects import ContactPeer, CountDropped, PostWrite
+from kvferry.connector.events import AcquireAnswered
 from kvferry.connector.ports import PromptIdentity
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.connector.conftest import PEER, READER, TRANSFER, World, grant, make_world
 from tests.unit.connector.test_push_sender import PROMPT, begin, make_register
 

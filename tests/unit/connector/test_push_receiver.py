@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.machine.effects import (
+from kvferry.connector.effects import (
     ContactPeer,
     DisconnectPeer,
     Effect,
@@ -12,7 +12,7 @@ from kvferry.connector.machine.effects import (
     StartProgress,
     StopProgress,
 )
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     Noticed,
     PeerLost,
     PeerQuiet,
@@ -21,7 +21,6 @@ from kvferry.connector.machine.events import (
 )
 from kvferry.connector.ports import PrefillEnd, ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
-from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch
 from kvferry.protocol.messages import (
     Declined,
@@ -38,6 +37,7 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.params import Mode
+from kvferry.protocol.prefill_result import FirstToken
 from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import (
     PEER,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.connector.machine.effects import NotifyEngine
-from kvferry.connector.machine.events import ReleaseAnswered, RenewAnswered
+from kvferry.connector.effects import NotifyEngine
+from kvferry.connector.events import ReleaseAnswered, RenewAnswered
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.protocol.messages import (
     Admitted,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.machine.effects import (
+from kvferry.connector.effects import (
     DisconnectReader,
     Effect,
     Notify,
     NotifyEngine,
     PostWrite,
 )
-from kvferry.connector.machine.events import WriteEnded
+from kvferry.connector.events import WriteEnded
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
 from kvferry.errors import RequestError
-from kvferry.protocol.first_token import FirstToken
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId
 from kvferry.protocol.messages import (
     Declined,
@@ -31,6 +30,7 @@ from kvferry.protocol.messages import (
     Renewed,
     Written,
 )
+from kvferry.protocol.prefill_result import FirstToken
 from tests.integration.exchange_pair import LAYOUT
 from tests.unit.connector.conftest import READER, TRANSFER, World, make_world
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.connector.machine.effects import PostRead
-from kvferry.connector.machine.events import Event, ReadEnded, ReadStatus
+from kvferry.connector.effects import PostRead
+from kvferry.connector.events import Event, ReadEnded, ReadStatus
 from kvferry.connector.peers.posted import Reads
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.connector.machine.effects import (
+from kvferry.connector.effects import (
     ContactPeer,
     DisconnectPeer,
     Effect,
     NotifyEngine,
     PostRead,
 )
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
+from kvferry.connector.events import AcquireAnswered, PeerLost, ReadEnded, ReadStatus
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockNumber, InstanceId, TransferId

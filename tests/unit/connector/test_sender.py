@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.machine.effects import CountOfferEnd, Effect, StartServing, StopServing
+from kvferry.connector.effects import ActivateReader, CountEnd, DeactivateReader, Effect
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import BlockNumber, Epoch, InstanceId, TransferId
 from kvferry.protocol.messages import (
@@ -47,8 +47,8 @@ def test_an_offer_is_held_granted_and_freed_when_read(world: World) -> None:
     reply, effects = world.planner.answer(READER, make_acquire(first_block=1))
     assert isinstance(reply, Granted)
     assert reply.blocks == tuple(blocks[1:])
-    assert effects == [StartServing(READER)]
-    assert release(world) == [CountOfferEnd("read"), StopServing(READER)]
+    assert effects == [ActivateReader(READER)]
+    assert release(world) == [CountEnd("offer", "read"), DeactivateReader(READER)]
     world.assert_idle()
 
 
@@ -68,7 +68,7 @@ def test_an_offer_that_nobody_reads_expires_and_says_so(world: World) -> None:
     offer(world)
     assert world.planner.next_deadline_s() == 130.0
     world.clock.advance(30.0)
-    assert world.planner.tick() == [CountOfferEnd("expired")]
+    assert world.planner.tick() == [CountEnd("offer", "expired")]
     world.assert_idle()
     reply, _ = world.planner.answer(READER, make_acquire())
     assert isinstance(reply, Declined)
@@ -88,6 +88,22 @@ def test_heartbeats_lengthen_a_hold_up_to_a_number(world: World) -> None:
     world.assert_idle()
 
 
+def test_a_heartbeat_counts_from_now_is_capped_and_never_shortens() -> None:
+    world = make_world(max_renewals=2, max_lease_s=60.0)
+    offer(world)
+    world.clock.advance(4.0)
+    for asked_s, lasts_s in ((1.0, 26.0), (40.0, 40.0), (3600.0, 60.0), (50.0, 60.0)):
+        reply, _ = world.planner.answer("", Renew(TRANSFER, Epoch(5), asked_s))
+        assert reply == Renewed(lasts_s, True)
+    world.clock.advance(1.0)
+    refused, _ = world.planner.answer("", Renew(TRANSFER, Epoch(5), 60.0))
+    assert isinstance(refused, Declined)
+    assert "renewed 2 times" in refused.detail
+    world.clock.advance(59.0)
+    world.planner.tick()
+    world.assert_idle()
+
+
 def test_a_lease_outlives_the_offer_until_its_reader_ends(world: World) -> None:
     offer(world)
     world.planner.answer(READER, make_acquire())
@@ -103,7 +119,7 @@ def test_a_reader_that_vanishes_loses_its_lease_in_time(world: World) -> None:
     offer(world)
     world.planner.answer(READER, make_acquire(duration_s=4.0))
     world.clock.advance(4.0)
-    assert world.planner.tick() == [StopServing(READER)]
+    assert world.planner.tick() == [DeactivateReader(READER)]
     assert world.pool.num_free == 13  # still offered: another reader may be sent
     world.clock.advance(26.0)
     world.planner.tick()
@@ -169,7 +185,7 @@ def test_pressure_takes_the_oldest_that_nobody_reads(world: World) -> None:
     offer(world, TransferId("xfer-2"), 1)
     world.planner.answer(READER, make_acquire(transfer_id="xfer-0"))
     num_freed, effects = world.planner.give_up_oldest(1)
-    assert (num_freed, effects) == (1, [CountOfferEnd("pressure")])
+    assert (num_freed, effects) == (1, [CountEnd("offer", "pressure")])
     reply, _ = world.planner.answer(READER, make_acquire(transfer_id="xfer-1"))
     assert isinstance(reply, Declined)
     assert isinstance(world.planner.answer(READER, make_acquire(transfer_id="xfer-2"))[0], Granted)

@@ -8,11 +8,19 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.machine.events import AcquireAnswered, PeerLost, PeerQuiet
+from kvferry.connector.events import AcquireAnswered, PeerLost, PeerQuiet
 from kvferry.connector.peers.sessions import Session, SessionState
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import PeerUnreachableError
-from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, TransferId
+from kvferry.protocol.ids import (
+    HISTORY_VERSION,
+    PROTOCOL_VERSION,
+    BlockHash,
+    BlockNumber,
+    Epoch,
+    InstanceId,
+    TransferId,
+)
 from kvferry.protocol.messages import (
     Acquire,
     AcquireHistory,
@@ -29,12 +37,11 @@ from kvferry.protocol.messages import (
     Renew,
     Request,
 )
-from kvferry.protocol.version import HISTORY_VERSION, PROTOCOL_VERSION
 from kvferry.transport.base import MemoryRegion, address_of
 from kvferry.transport.link import TrackedLink
-from kvferry.transport.memory import MemoryHub, MemoryTransport
 from tests.integration.exchange_pair import LAYOUT
 from tests.support.fake_clock import FakeClock
+from tests.support.memory_transport import MemoryHub, MemoryTransport
 from tests.unit.connector.conftest import PEER, TRANSFER, grant
 
 OWN = (InstanceId("here"), Epoch(3), PEER.epoch)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvferry.connector.digests import BlockDigester
-from kvferry.connector.machine.effects import CountReceive
-from kvferry.connector.machine.events import AcquireAnswered, Noticed, ReadEnded, ReadStatus
+from kvferry.connector.effects import CountReceive
+from kvferry.connector.events import AcquireAnswered, Noticed, ReadEnded, ReadStatus
+from kvferry.connector.exchange import BlockDigester
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import ConfigError
 from kvferry.protocol.ids import BlockNumber

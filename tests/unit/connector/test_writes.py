@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.connector.machine.effects import PostWrite
-from kvferry.connector.machine.events import Event, WriteEnded
+from kvferry.connector.effects import PostWrite
+from kvferry.connector.events import Event, WriteEnded
 from kvferry.connector.peers.posted import Writes
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.ids import BlockNumber, TransferId

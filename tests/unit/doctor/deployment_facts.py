@@ -15,8 +15,8 @@ from kvferry.doctor.facts import (
     PairFacts,
 )
 from kvferry.doctor.finding import Finding, Result
+from kvferry.protocol.ids import PROTOCOL_VERSION
 from kvferry.protocol.messages import InstanceInfo
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.client.instance_info import LAYOUT as LAYOUT
 from tests.unit.client.instance_info import info_of as info_of
 

@@ -16,8 +16,8 @@ from aiohttp import web
 from kvferry.client.control_port import ControlPorts
 from kvferry.client.http_client import HttpClient
 from kvferry.doctor.questions import Questions
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.messages import InstanceInfo
-from kvferry.protocol.user_key import UserKeyFile
 
 Json = dict[str, Any]
 LIMIT_S = 30.0

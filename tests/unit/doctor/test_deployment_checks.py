@@ -10,7 +10,7 @@ import pytest
 from kvferry.doctor.deployment_checks import findings_of
 from kvferry.doctor.facts import InstanceFacts, RoutedInstance, RouterFacts, short_name
 from kvferry.doctor.finding import Result
-from kvferry.protocol.version import PROTOCOL_VERSION
+from kvferry.protocol.ids import PROTOCOL_VERSION
 from tests.unit.doctor.deployment_facts import (
     LAYOUT,
     info_of,

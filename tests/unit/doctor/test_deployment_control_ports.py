@@ -17,9 +17,9 @@ from kvferry.doctor.facts import (
     RouterFacts,
 )
 from kvferry.doctor.finding import Finding, Result
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.doctor.deployment_facts import (
     info_of,
     instance_of,

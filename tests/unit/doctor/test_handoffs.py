@@ -19,8 +19,8 @@ from kvferry.doctor.handoffs import (
     Lengths,
     lengths_of,
 )
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.messages import Release
-from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.client.served_control_port import Serve, with_info
 from tests.unit.doctor.deployment_facts import LAYOUT, MIB, info_of, instance_of, with_http
 from tests.unit.doctor.fake_instance import FakeInstance, Json, offering_as, reporting, served

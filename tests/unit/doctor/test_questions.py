@@ -13,7 +13,7 @@ from kvferry.doctor.questions import (
     parse_info,
     pulls_by_outcome,
 )
-from kvferry.protocol.user_key import UserKeyFile
+from kvferry.protocol.keys import UserKeyFile
 from tests.unit.doctor.deployment_facts import info_of
 from tests.unit.doctor.fake_instance import FakeInstance, Json, served
 

@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from kvferry.blocks.integrity import check_integrity
 from kvferry.blocks.pool import BlockPool
 from kvferry.clock import SystemClock
 from kvferry.connector.ports import (
     ConnectorSnapshot,
     FirstTokenArrival,
     HandoffOffer,
+    HistoryRequest,
     PrefillEnd,
     PromptIdentity,
     ReceiveOutcome,
     ReceiveResult,
 )
-from kvferry.connector.wish import HistoryWish
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import Forward
 from kvferry.engine.model import load_model
@@ -42,6 +41,7 @@ from kvferry.protocol.params import (
     PeerAddress,
     TokenLogprob,
 )
+from tests.support.block_integrity import check_integrity
 
 TIMEOUT_S = 60.0
 PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:1")
@@ -96,7 +96,7 @@ class Receive:
 @dataclass
 class HistoryRead:
     peer: PeerAddress
-    wish: HistoryWish
+    history_request: HistoryRequest
 
 
 @dataclass
@@ -171,11 +171,11 @@ class FakeConnector:
             raise RequestError("that address is not allowed")
         self.contacted.append(peer)
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
-        self.pool.hold(wish.blocks)
+    def read_history(self, peer: PeerAddress, history_request: HistoryRequest) -> TransferId:
+        self.pool.hold(history_request.blocks)
         history_id = TransferId(f"history-{len(self.histories) + 1}")
         with self.changed:
-            self.histories[history_id] = HistoryRead(peer, wish)
+            self.histories[history_id] = HistoryRead(peer, history_request)
             self.changed.notify_all()
         return history_id
 
@@ -299,7 +299,7 @@ class FakeConnector:
         num_partial_tokens: int = 0,
     ) -> None:
         assert self.engine is not None
-        self.pool.drop(self.histories[history_id].wish.blocks)
+        self.pool.drop(self.histories[history_id].history_request.blocks)
         result = ReceiveResult(
             history_id, outcome, "as the test says", num_bytes=64 * num_blocks,
             num_blocks=num_blocks, num_partial_tokens=num_partial_tokens,

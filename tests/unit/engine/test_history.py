@@ -14,7 +14,7 @@ from kvferry.protocol.hashing import block_hashes, chain_root
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.messages import PartialBlock
 from kvferry.protocol.params import KvTransferParams, Mode, Role
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 from tests.unit.engine.rig import PEER, Answer, Rig
 from tests.unit.engine.test_handoff import random_prompt, report_of
 
@@ -49,14 +49,14 @@ def first_token(holder: Rig, prompt: list[int]) -> list[int]:
 def bring(rig: Rig, holder: Rig, *, at_most: int = 1000) -> int:
     """Copy what ``holder`` has of what ``rig`` asked for; return how many tokens that were."""
     history_id, asked = rig.connector.wait_history()
-    wish = asked.wish
-    found = holder.pool.acquire_cached(wish.hashes[:at_most])
+    history_request = asked.history_request
+    found = holder.pool.acquire_cached(history_request.hashes[:at_most])
     num_full = len(found)
-    partials = holder.pool.acquire_partials(wish.hashes[num_full - 1], 8)
+    partials = holder.pool.acquire_partials(history_request.hashes[num_full - 1], 8)
     offered = [PartialBlock(b, c.num_tokens, c.block_hash) for c, b in partials]
-    partial = wish.fitting(num_full, offered)
+    partial = history_request.fitting(num_full, offered)
     blocks = [*found, partial.block] if partial is not None else found
-    for mine, theirs in zip(wish.blocks, blocks, strict=False):
+    for mine, theirs in zip(history_request.blocks, blocks, strict=False):
         rig.cache.blocks[mine].copy_(holder.cache.blocks[theirs])
     holder.pool.drop([*found, *(block for _, block in partials)])
     num_partial = partial.num_tokens if partial is not None else 0
@@ -96,7 +96,7 @@ def test_a_history_is_read_beyond_what_is_cached_here(rig: Rig, holder: Rig) -> 
     rig.submit(prompt[:40], max_tokens=1).wait()
     answer = rig.submit(prompt, transfer=SENDING)
     _, asked = rig.connector.wait_history()
-    assert len(asked.wish.hashes) == (len(prompt) - 1) // 16 - 2
+    assert len(asked.history_request.hashes) == (len(prompt) - 1) // 16 - 2
     bring(rig, holder)
     assert answer.wait().tokens == first_token(holder, prompt)
     report = prefill_of(answer)
@@ -128,11 +128,11 @@ def test_any_failure_is_a_recompute(rig: Rig, holder: Rig, outcome: ReceiveOutco
     prompt = converse(holder, 150, 30)
     answer = rig.submit(prompt, transfer=SENDING)
     history_id, asked = rig.connector.wait_history()
-    rig.pool.hold(asked.wish.blocks)  # as if a READ might still land in them
+    rig.pool.hold(asked.history_request.blocks)  # as if a READ might still land in them
     rig.connector.finish_history(history_id, outcome)
     assert answer.wait().tokens == first_token(holder, prompt)
-    assert set(answer_blocks(rig)).isdisjoint(asked.wish.blocks)
-    rig.pool.drop(asked.wish.blocks)
+    assert set(answer_blocks(rig)).isdisjoint(asked.history_request.blocks)
+    rig.pool.drop(asked.history_request.blocks)
     report = prefill_of(answer)
     assert (report.read_back_outcome, report.num_computed_tokens) == (outcome.value, len(prompt))
     assert rig.connector.ended == [history_id]
@@ -148,7 +148,7 @@ def test_below_the_threshold_nobody_is_asked(rig: Rig, num_tokens: int, asks: bo
     answer = rig.submit(random_prompt(num_tokens), transfer=SENDING)
     if asks:
         history_id, asked = rig.connector.wait_history()
-        assert asked.wish.min_blocks == 4
+        assert asked.history_request.min_blocks == 4
         rig.connector.finish_history(history_id, ReceiveOutcome.GONE)
     answer.wait()
     assert len(rig.connector.histories) == asks
@@ -198,7 +198,7 @@ def test_a_push_that_is_needed_no_more_ends_its_read(rig: Rig) -> None:
     rig.engine.wake()
     assert answer.wait().reason is FinishReason.NOT_NEEDED
     assert rig.connector.ended == [history_id]
-    rig.pool.drop(asked.wish.blocks)  # the connector's
+    rig.pool.drop(asked.history_request.blocks)  # the connector's
 
 
 # -- retention --------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks.integrity import check_integrity
 from kvferry.engine.live_request import LiveRequest, Phase
 from kvferry.protocol.hashing import block_hashes
+from tests.support.block_integrity import check_integrity
 from tests.unit.engine.desk import ROOT, Desk, shape
 
 

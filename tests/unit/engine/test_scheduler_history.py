@@ -21,10 +21,10 @@ def test_a_history_is_asked_for_with_all_blocks_in_hand() -> None:
     plan = desk.scheduler.schedule()
     (start,) = plan.histories
     # Blocks of 4: the last token is always computed, so 7 of 8 blocks may come, and one token.
-    assert start.wish.blocks == tuple(request.blocks)
-    assert list(start.wish.hashes) == request.hashes_of(7, 4)
-    assert list(start.wish.tokens) == request.token_ids[:29]
-    assert start.wish.min_blocks == 2
+    assert start.history_request.blocks == tuple(request.blocks)
+    assert list(start.history_request.hashes) == request.hashes_of(7, 4)
+    assert list(start.history_request.tokens) == request.token_ids[:29]
+    assert start.history_request.min_blocks == 2
     assert (len(request.blocks), request.phase, plan.chunks) == (8, Phase.RECEIVING, [])
 
 
@@ -50,12 +50,12 @@ def test_a_failed_read_leaves_its_blocks_and_computes_in_others() -> None:
     desk = Desk(recompute_threshold_tokens=8)
     request = arrive(desk, 30)
     (start,) = desk.scheduler.schedule().histories
-    desk.pool.hold(start.wish.blocks)  # the connector's, while a READ may land
+    desk.pool.hold(start.history_request.blocks)  # the connector's, while a READ may land
     desk.scheduler.note_history_ended(request, 0)
     plan = desk.scheduler.schedule()
     assert shape(plan) == [("r1", 0, 16, False)]
     assert plan.histories == []
-    assert set(request.blocks).isdisjoint(start.wish.blocks)
+    assert set(request.blocks).isdisjoint(start.history_request.blocks)
 
 
 def test_what_is_cached_here_may_leave_too_little_to_ask_for() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvferry.protocol.compatibility import Compatibility
-from kvferry.protocol.first_token import FirstToken, TokenLogprob
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import BlockHash, BlockNumber, Epoch, InstanceId, LeaseId, TransferId
-from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.messages import (
     Acquire,
     AcquireHistory,
@@ -34,7 +32,7 @@ from kvferry.protocol.messages import (
     Renewed,
     Written,
 )
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import FirstToken, PrefillReport, TokenLogprob
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=256)
 instance_ids = names.map(InstanceId)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from kvferry.protocol import codec
-from kvferry.protocol.ids import BlockNumber, LeaseId
+from kvferry.protocol.ids import PROTOCOL_VERSION, BlockNumber, LeaseId
 from kvferry.protocol.messages import Granted, InstanceQuery, Message, Released, Renewed
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.protocol.message_strategies import messages
 
 sequences = st.integers(0, 2**62)

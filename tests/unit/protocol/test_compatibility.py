@@ -9,12 +9,10 @@ import pytest
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.compatibility import REMEDIES, Compatibility, require_compatible
-from kvferry.protocol.ids import Epoch, InstanceId
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.compatibility import REMEDIES, Compatibility, KVLayout, require_compatible
+from kvferry.protocol.ids import PROTOCOL_VERSION, Epoch, InstanceId
 from kvferry.protocol.messages import Hello, InstanceInfo
-from kvferry.protocol.version import PROTOCOL_VERSION
-from tests.unit.protocol.test_layout import LAYOUT
+from tests.unit.protocol.test_compatibility_layout import LAYOUT
 
 OURS = Compatibility(
     attention_backend="CPU_ATTN",

@@ -11,13 +11,11 @@ import msgspec
 import pytest
 
 from kvferry.protocol import codec, ids, messages, params
-from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.hashing import block_hashes, chain_root, prompt_digest
-from kvferry.protocol.ids import BlockHash, TransferId
-from kvferry.protocol.layout import KVLayout
-from kvferry.protocol.receive_note import RECEIVE_HEADER, stream_note
+from kvferry.protocol.headers import RECEIVE_HEADER, stream_note
+from kvferry.protocol.ids import PROTOCOL_VERSION, BlockHash, TransferId
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign, verify
-from kvferry.protocol.version import PROTOCOL_VERSION
 
 TEXT = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
 NO_FIELDS = "\N{EN DASH}"

@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.protocol import codec
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.compatibility import KVLayout
+from kvferry.protocol.ids import PROTOCOL_VERSION
 from kvferry.protocol.messages import (
     Declined,
     DeclineReason,
@@ -19,7 +20,6 @@ from kvferry.protocol.messages import (
     Release,
     ReleaseOutcome,
 )
-from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.unit.protocol.recorded_version_3 import RECORDED
 
 MORE = {"anything": [1, "two", None]}

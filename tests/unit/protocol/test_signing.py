@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.keys import CLUSTER_KEY_VARIABLE, load_cluster_key
 from kvferry.protocol.signing import (
-    CLUSTER_KEY_VARIABLE,
     SIGNATURE_HEADER,
-    load_cluster_key,
     sign,
     signature_headers,
     verify,

@@ -29,11 +29,11 @@ from kvferry.engine.runner import EngineSnapshot
 from kvferry.engine.tokenizer import DetokenizerStream
 from kvferry.errors import RequestError
 from kvferry.observe.metrics import Metrics
+from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
-from kvferry.protocol.user_key import UserKeyFile
 from kvferry.server.app import HttpServer, build_app
 from kvferry.server.config import HttpConfig, InstanceConfig
 from kvferry.server.instance import Instance

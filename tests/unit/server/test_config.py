@@ -8,7 +8,7 @@ from kvferry.connector.config import ExchangeConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
 from kvferry.protocol.ids import Epoch, InstanceId
-from kvferry.protocol.user_key import UserKeyFile
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.server.config import HttpConfig, InstanceConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.protocol.prefill_report import PrefillReport
+from kvferry.protocol.prefill_result import PrefillReport
 from kvferry.server.figures import ReadBackTotals
 
 

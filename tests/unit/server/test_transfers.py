@@ -7,6 +7,7 @@ import pytest
 from kvferry.engine.request import EngineRequest, FinishReason, TokenOutput
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.keys import UserKeyFile
 from kvferry.protocol.params import (
     FirstToken,
     KvTransferParams,
@@ -16,7 +17,6 @@ from kvferry.protocol.params import (
     emit_params,
 )
 from kvferry.protocol.signing import SIGNATURE_HEADER, sign
-from kvferry.protocol.user_key import UserKeyFile
 from tests.unit.server.fakes import (
     LAYOUT,
     PEER,

@@ -13,11 +13,10 @@ from kvferry.errors import ConfigError, FerryError, LocalProtocolError, RemotePr
 from kvferry.transport.base import address_of
 from kvferry.transport.geometry import RegionGeometry
 from kvferry.transport.host import this_process
-from kvferry.transport.nixl_agent import ERROR_TABLE, NixlAgent, Stage, load_nixl
-from kvferry.transport.nixl_descriptors import NixlMetadata
+from kvferry.transport.nixl_agent import ERROR_TABLE, NixlAgent, NixlMetadata, Stage, load_nixl
 from kvferry.transport.nixl_options import NixlOptions
 from kvferry.transport.peer_watch import FarewellPage
-from kvferry.transport.registry import available_transports
+from tests.support.transports import available_transports
 
 pytestmark = pytest.mark.skipif("nixl" not in available_transports(), reason="NIXL is missing")
 

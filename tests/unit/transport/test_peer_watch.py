@@ -57,15 +57,13 @@ def test_it_is_heard_by_its_lifeline() -> None:
     assert watch.cannot_write_directly()
 
 
-def test_without_a_lifeline_only_its_word_is_proof() -> None:
+def test_without_a_lifeline_there_is_no_proof() -> None:
     page = FarewellPage()
     watch = PeerWatch(this_process(), ELSEWHERE)
     watch.follow(msgspec.structs.replace(page.reference, nonce=bytes(16)))
     assert watch.is_blind
     page.say_done()
     assert not watch.cannot_write_directly()
-    watch.note_done()
-    assert watch.cannot_write_directly()
 
 
 def test_a_page_that_may_not_be_opened_is_replaced_by_the_lifeline() -> None:
@@ -96,7 +94,7 @@ def test_a_page_with_another_nonce_is_refused() -> None:
     page.say_done()
 
 
-def test_without_a_page_only_a_message_or_death_is_proof() -> None:
+def test_without_a_page_only_death_is_proof() -> None:
     page = FarewellPage()
     reference = page.reference
     page.say_done()
@@ -105,5 +103,3 @@ def test_without_a_page_only_a_message_or_death_is_proof() -> None:
         watch.map_farewell(reference)
     watch.follow(reference)
     assert not watch.cannot_write_directly()
-    watch.note_done()
-    assert watch.cannot_write_directly()

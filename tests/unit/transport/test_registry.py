@@ -8,12 +8,8 @@ import sys
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.transport.registry import (
-    available_transports,
-    create_transport,
-    default_transport,
-    transport_names,
-)
+from kvferry.transport.registry import create_transport, default_transport
+from tests.support.transports import available_transports
 
 
 def test_a_name_gives_that_transport() -> None:
@@ -25,7 +21,6 @@ def test_a_name_gives_that_transport() -> None:
 
 def test_the_default_is_available() -> None:
     assert default_transport() in available_transports()
-    assert set(available_transports()) <= set(transport_names())
     assert "shm" in available_transports()
 
 
@@ -50,7 +45,7 @@ def test_a_wrong_backend_is_refused() -> None:
 def test_importing_it_imports_nothing_heavy() -> None:
     script = (
         "import sys, kvferry.transport.registry as registry\n"
-        "registry.available_transports()\n"
+        "assert registry.create_transport\n"
         "heavy = {'numpy', 'torch', 'nixl', 'nixl_cu12'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -8,11 +8,11 @@ from kvferry.connector.ports import (
     ConnectorSnapshot,
     FirstTokenArrival,
     HandoffOffer,
+    HistoryRequest,
     PrefillEnd,
     PromptIdentity,
     ReceiveResult,
 )
-from kvferry.connector.wish import HistoryWish
 from kvferry.protocol.ids import BlockNumber, TransferId
 from kvferry.protocol.params import Mode, PeerAddress
 from kvferry.vllm_plugin.pins import PinnedBlocks
@@ -81,10 +81,10 @@ class FakeExchange:
     def contact(self, peer: PeerAddress) -> None:
         self.peers.append(peer)
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+    def read_history(self, peer: PeerAddress, history_request: HistoryRequest) -> TransferId:
         transfer_id = TransferId("history-1")
         self.peers.append(peer)
-        self._hold(transfer_id, wish.blocks)
+        self._hold(transfer_id, history_request.blocks)
         return transfer_id
 
     def begin_send(self, transfer_id: TransferId, prompt: PromptIdentity) -> None:

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.connector.ports import PromptIdentity, ReceiveOutcome, ReceiveResult
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.ports import HistoryRequest, PromptIdentity, ReceiveOutcome, ReceiveResult
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.protocol.ids import BlockHash, RequestId, TransferId
 from kvferry.protocol.params import Mode
@@ -130,7 +129,7 @@ def test_nothing_is_told_of_a_request_that_was_ended(rig: ExecutorRig) -> None:
 
 def _history() -> FillHistory:
     hashes = (BlockHash(b"h" * 32),)
-    return FillHistory(_A, PEER, HistoryWish(hashes, blocks(4), tuple(range(4)), 4, 1))
+    return FillHistory(_A, PEER, HistoryRequest(hashes, blocks(4), tuple(range(4)), 4, 1))
 
 
 def test_a_history_is_its_requests_too_and_ended_with_it(rig: ExecutorRig) -> None:
@@ -274,6 +273,6 @@ def test_a_rank_asks_the_peers_worker_of_the_same_rank() -> None:
     rig = ExecutorRig(rank=2)
     rig.executor.execute(_BEGIN)
     rig.executor.execute(Contact(PEER))
-    wanted = HistoryWish((BlockHash(b"h" * 32),), blocks(1), (1, 2, 3, 4), 4, 1)
+    wanted = HistoryRequest((BlockHash(b"h" * 32),), blocks(1), (1, 2, 3, 4), 4, 1)
     rig.executor.execute(FillHistory(RequestId("b"), PEER, wanted))
     assert rig.exchange.peers == [PEER.of_rank(2)] * 3

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.blocks.partials import PartialContent
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.hashing import PartialContent
 from kvferry.protocol.ids import BlockHash
 from kvferry.vllm_plugin.orders import PoolFigures
 from kvferry.vllm_plugin.pins import PinnedBlocks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.blocks.partials import PartialContent
-from kvferry.protocol.hashing import next_block_hash
+from kvferry.protocol.hashing import PartialContent, next_block_hash
 from kvferry.protocol.ids import RequestId
 from kvferry.protocol.params import parse_params
 from kvferry.vllm_plugin.orders import (

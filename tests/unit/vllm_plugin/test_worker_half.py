@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from kvferry.errors import EngineError
-from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.layout import KVLayout
 from kvferry.transport.base import MemoryRegion
-from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.vllm_plugin import worker_half
 from kvferry.vllm_plugin.orders import FillEnd, MakeRoom, Order, StepOrders
 from kvferry.vllm_plugin.settings import PluginSettings
 from kvferry.vllm_plugin.worker_half import ParkedRequests, WorkerHalf
 from kvferry.vllm_plugin.worker_link import OrderClient
 from tests.own_key import own_key
+from tests.support.memory_transport import MemoryHub, MemoryTransport
 from tests.unit.vllm_plugin.fake_engine import blocks
 
 _A = RequestId("a")

@@ -7,7 +7,7 @@ encrypted; the key pair is derived from the cluster key, so both sides have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -21,9 +21,8 @@ from kvferry.errors import (
     IncompatiblePeerError,
     RemoteProtocolError,
 )
-from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from kvferry.protocol.curve_keys import derive_curve_keys
-from kvferry.protocol.messages import NOTICE_SEQUENCE, Envelope, Message, Notice
+from kvferry.protocol import messages
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode, derive_curve_keys, encode
 
 MAX_QUEUED_MESSAGES = 10_000
 MAX_MESSAGES_PER_TURN = 256
@@ -48,9 +47,16 @@ class _OnlyOurKey:
 
 
 class ControlContext:
-    """The ZeroMQ context of one instance, with authentication where there is a cluster key."""
+    """The ZeroMQ context of one instance, with authentication where there is a cluster key.
 
-    def __init__(self, cluster_key: bytes | None) -> None:
+    ``poller`` has all of its sockets in it.
+    """
+
+    def __init__(
+        self, cluster_key: bytes | None, count_malformed: CountMalformed = lambda _: None
+    ) -> None:
+        self.count_malformed = count_malformed
+        self.poller = zmq.Poller()
         self._context = zmq.Context()
         self._keys = derive_curve_keys(cluster_key) if cluster_key is not None else None
         self._authenticator: ThreadAuthenticator | None = None
@@ -97,17 +103,15 @@ class Received:
     """One request and where its reply goes."""
 
     identity: bytes
-    envelope: Envelope
+    envelope: messages.Envelope
 
 
 class ControlServer:
     """The socket that peers send requests to."""
 
-    def __init__(
-        self, context: ControlContext, config: ExchangeConfig, count_malformed: CountMalformed
-    ) -> None:
+    def __init__(self, context: ControlContext, config: ExchangeConfig) -> None:
         self.socket = context.server_socket()
-        self._count_malformed = count_malformed
+        self._context = context
         bound = endpoint(config.control_host, config.control_port)
         try:
             self.socket.bind(bound if config.control_port else bound.rsplit(":", 1)[0] + ":*")
@@ -117,61 +121,54 @@ class ControlServer:
         last = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(last.rsplit(":", 1)[1])
         self.address = endpoint(config.advertise_host or config.control_host, port)
+        context.poller.register(self.socket, zmq.POLLIN)
 
     def receive(self) -> list[Received]:
         """Return the well-formed requests that have arrived; others are counted and dropped."""
-        received: list[Received] = []
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            frames = _receive_frames(self.socket)
-            if frames is None:
-                break
-            if len(frames) != 2:
-                self._count_malformed("malformed")
-                continue
-            envelope = _decode_counted(frames[1], self._count_malformed)
-            if envelope is not None:
-                received.append(Received(frames[0], envelope))
-        return received
+        arrived = _receive(self._context, self.socket, num_frames=2)
+        return [Received(frames[0], envelope) for frames, envelope in arrived]
 
-    def reply(self, to: Received, message: Message) -> None:
+    def reply(self, to: Received, message: messages.Message) -> None:
         """Answer a request. A peer that has gone, or reads nothing, loses its reply."""
         data = encode(to.envelope.sequence, message)
         try:
             self.socket.send_multipart([to.identity, data], zmq.NOBLOCK)
         except zmq.Again:
-            self._count_malformed("reply_dropped")
+            self._context.count_malformed("reply_dropped")
 
-    def notify(self, identity: bytes, notice: Notice) -> None:
+    def notify(self, identity: bytes, notice: messages.Notice) -> None:
         """Send a notice; one that is lost is asked for again by the receiver's heartbeat."""
         try:
-            self.socket.send_multipart([identity, encode(NOTICE_SEQUENCE, notice)], zmq.NOBLOCK)
+            self.socket.send_multipart(
+                [identity, encode(messages.NOTICE_SEQUENCE, notice)], zmq.NOBLOCK
+            )
         except zmq.Again:
-            self._count_malformed("notice_dropped")
+            self._context.count_malformed("notice_dropped")
 
     def close(self) -> None:
         """Close the socket; the port is free afterwards."""
+        self._context.poller.unregister(self.socket)
         self.socket.close()
 
 
 class ControlClient:
     """The socket to one peer."""
 
-    def __init__(
-        self, context: ControlContext, address: str, count_malformed: CountMalformed
-    ) -> None:
+    def __init__(self, context: ControlContext, address: str) -> None:
         try:
             self.socket = context.client_socket()
         except zmq.ZMQError as error:
             raise CapacityError(f"no socket for {address!r}: {error}") from error
-        self._count_malformed = count_malformed
+        self._context = context
         self._next_sequence = 0
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
             self.socket.close(0)
             raise RemoteProtocolError(f"control address {address!r}: {error}") from error
+        context.poller.register(self.socket, zmq.POLLIN)
 
-    def send(self, message: Message) -> int | None:
+    def send(self, message: messages.Message) -> int | None:
         """Send without waiting; return the sequence number, or None if the queue is full."""
         self._next_sequence += 1
         try:
@@ -180,39 +177,34 @@ class ControlClient:
             return None
         return self._next_sequence
 
-    def receive(self) -> list[Envelope]:
+    def receive(self) -> list[messages.Envelope]:
         """Return the well-formed replies that have arrived."""
-        received: list[Envelope] = []
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            frames = _receive_frames(self.socket)
-            if frames is None:
-                break
-            if len(frames) != 1:
-                self._count_malformed("malformed")
-                continue
-            envelope = _decode_counted(frames[0], self._count_malformed)
-            if envelope is not None:
-                received.append(envelope)
-        return received
+        return [envelope for _, envelope in _receive(self._context, self.socket, num_frames=1)]
 
     def close(self) -> None:
         """Close the socket; what is queued is sent for at most the linger time."""
+        self._context.poller.unregister(self.socket)
         self.socket.close()
 
 
-def _receive_frames(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-
-
-def _decode_counted(data: bytes, count_malformed: CountMalformed) -> Envelope | None:
-    """Decode; a message that cannot be used is the peer's fault and must not end this thread."""
-    try:
-        return decode(data)
-    except IncompatiblePeerError:
-        count_malformed("version")
-    except FerryError:
-        count_malformed("malformed")
-    return None
+def _receive(
+    context: ControlContext, socket: zmq.Socket[bytes], *, num_frames: int
+) -> Iterator[tuple[list[bytes], messages.Envelope]]:
+    """Yield what has arrived. A message that cannot be used is the peer's fault: it is counted and
+    dropped, and must not end this thread."""
+    for _ in range(MAX_MESSAGES_PER_TURN):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(frames) != num_frames:
+            context.count_malformed("malformed")
+            continue
+        try:
+            envelope = decode(frames[-1])
+        except IncompatiblePeerError:
+            context.count_malformed("version")
+        except FerryError:
+            context.count_malformed("malformed")
+        else:
+            yield frames, envelope

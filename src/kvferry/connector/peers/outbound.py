@@ -6,23 +6,24 @@ Bounded in number; a lost peer rests before it is tried again. Runs on the mover
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 
 import msgspec
-import zmq
 
-from kvferry.connector.machine.effects import Send
-from kvferry.connector.machine.events import PeerLost, PeerQuiet
-from kvferry.connector.peers.control import ControlClient, ControlContext, CountMalformed
-from kvferry.connector.peers.parts import MoverParts
+from kvferry.clock import Clock
+from kvferry.connector.config import ExchangeConfig
+from kvferry.connector.effects import Send
+from kvferry.connector.events import Event, PeerLost, PeerQuiet
+from kvferry.connector.peers.control import ControlClient, ControlContext
 from kvferry.connector.peers.posted import Reads
-from kvferry.connector.peers.sessions import Session, SessionState, never_told
+from kvferry.connector.peers.sessions import Session, SessionState, never_registered
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import CapacityError, FerryError
 from kvferry.observe.log import get_logger
+from kvferry.protocol import messages
 from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import Register, Release
 from kvferry.protocol.params import PeerAddress
-from kvferry.transport.base import Link
+from kvferry.transport.base import Link, Transport
 
 LOST_SESSION_REST_S = 1.0
 """A lost peer is not tried again for so long; requests for it are told at once."""
@@ -33,20 +34,23 @@ _logger = get_logger(__name__)
 class OutboundPeers:
     """Sessions with holders and senders, by address. What they learn goes to the events."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it is made of, by name
         self,
-        parts: MoverParts,
+        config: ExchangeConfig,
+        hello: messages.Hello,
+        transport: Transport,
+        clock: Clock,
         context: ControlContext,
-        poller: zmq.Poller,
         reads: Reads,
-        count_malformed: CountMalformed,
+        events: deque[Event],
     ) -> None:
-        self._parts = parts
+        self._config = config
+        self._hello = hello
+        self._transport = transport
+        self._clock = clock
         self._context = context
-        self._poller = poller
         self._reads = reads
-        self._events = parts.events
-        self._count_malformed = count_malformed
+        self._events = events
         self._sessions: dict[PeerAddress, Session] = {}
         self._progressing: dict[TransferId, PeerAddress] = {}
         self._unquiet: list[tuple[Link, dict[TransferId, int]]] = []
@@ -63,7 +67,7 @@ class OutboundPeers:
         return bool(self._unquiet)
 
     @property
-    def num_served(self) -> int:
+    def num_progressing(self) -> int:
         """Transfers of which a peer may write here right now. Callable from any thread."""
         return len(self._progressing)
 
@@ -95,10 +99,10 @@ class OutboundPeers:
             # Nothing was sent: what the peer was not told of, it can neither fill nor hold.
             transfer_id = effect.message.transfer_id
             lost = PeerLost(transfer_id, ReceiveOutcome.UNREACHABLE, str(error))
-            if not isinstance(effect.message, Release):
+            if not isinstance(effect.message, messages.Release):
                 self._events.append(lost)
-            if isinstance(effect.message, Register):
-                self._events.append(never_told(effect.message))
+            if isinstance(effect.message, messages.Register):
+                self._events.append(never_registered(effect.message))
 
     def link(self, peer: PeerAddress) -> Link | None:
         """Return the link to ``peer``, if there is one."""
@@ -122,13 +126,13 @@ class OutboundPeers:
             if self._is_ready(peer):
                 self._sessions[peer].link.progress()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in replies and notices; give up on peers that owe one for too long."""
         for session in list(self._sessions.values()):
             if not session.is_retired:
                 self._events.extend(session.receive())
                 self._events.extend(session.expire())
-            if session.state is SessionState.FOUND:
+            if session.state is SessionState.IDENTIFIED:
                 self._take_over(session)
             if session.state is SessionState.LOST:
                 self._retire(session)
@@ -194,7 +198,7 @@ class OutboundPeers:
 
     def _is_resting(self, session: Session) -> bool:
         """Whether it is not tried again yet; one that does not fit, never under this epoch."""
-        rested_s = self._parts.clock.monotonic_s() - session.lost_at_s
+        rested_s = self._clock.monotonic_s() - session.lost_at_s
         rests = rested_s < LOST_SESSION_REST_S or session.is_incompatible
         return session.state is SessionState.LOST and rests
 
@@ -255,36 +259,34 @@ class OutboundPeers:
         and a link from its first hello on, whether anybody is there or not.
         """
         incompatible = [s for s in self._sessions.values() if s.is_incompatible]
-        kept = incompatible[-self._parts.config.max_peers :]
+        kept = incompatible[-self._config.max_peers :]
         for other, session in list(self._sessions.items()):
             if session.link_closed and not session.late_releases and session not in kept:
                 del self._sessions[other]
         live = [s for s in self._sessions.values() if s.state is not SessionState.LOST]
         num_unanswered = sum(s.state is not SessionState.READY for s in live)
-        if num_unanswered >= self._parts.config.max_peers:
+        if num_unanswered >= self._config.max_peers:
             raise CapacityError(f"{num_unanswered} other peers have not answered yet")
         idle = [s for s in live if s.is_idle and not self._reads.uses(s.link)]
-        if len(live) >= self._parts.config.max_peers and idle:
+        if len(live) >= self._config.max_peers and idle:
             oldest = min(idle, key=lambda s: s.last_used_s)
             self._events.extend(oldest.lose(ReceiveOutcome.GONE, "idle for longest"))
 
     def _open_session(self, peer: PeerAddress, *, was_lost: bool) -> Session:
-        parts, own = self._parts, self._parts.hello
-        client = ControlClient(self._context, peer.control_address, self._count_malformed)
+        client = ControlClient(self._context, peer.control_address)
         try:
-            link = parts.transport.open_link(peer.instance_id, peer_writes=False)
+            link = self._transport.open_link(peer.instance_id, peer_writes=False)
         except FerryError:
             client.close()
             raise
-        hello = msgspec.structs.replace(own, transport_metadata=link.local_metadata)
-        session = Session(peer, client, link, hello, parts.clock, parts.config.control_timeout_s)
-        looks_first = was_lost or bool(self._others(peer))
+        hello = msgspec.structs.replace(self._hello, transport_metadata=link.local_metadata)
+        session = Session(peer, client, link, hello, self._clock, self._config.control_timeout_s)
+        identifies_first = was_lost or bool(self._others(peer))
         self._sessions[peer] = session
-        self._poller.register(client.socket, zmq.POLLIN)
-        if looks_first:
+        if identifies_first:
             # The handshake ends the link that the peer has with us: a hint that is old or wrong
             # must not do that to those who use it.
-            session.look()
+            session.identify()
         else:
             session.greet()
         return session
@@ -294,7 +296,6 @@ class OutboundPeers:
         if not session.is_retired:
             session.is_retired = True
             _logger.warning("lost %s: %s", session.peer.instance_id, session.lost_detail)
-            self._poller.unregister(session.client.socket)
             session.client.close()
         if not session.link_closed and not self._reads.uses(session.link):
             self._note_link_closed(session)

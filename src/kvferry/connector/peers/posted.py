@@ -1,20 +1,19 @@
 """READs and WRITEs that are posted and not yet terminal. Runs on the mover's thread only.
 
-One that fails is over only when its link is torn down and quiet: until then the transport may still
-read a WRITE's source, and where the holder carries a READ out by writing, a stopped one may still
-do so. A link that cannot be torn down is tried again.
+One that fails has ended only when its link is torn down and quiet: until then the transport may
+still read a WRITE's source, and a stopped holder that carries a READ out by writing may go on. A
+link that cannot be torn down is tried again.
 """
 
 from __future__ import annotations
 
-import abc
 from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvferry.clock import Clock
-from kvferry.connector.machine.effects import PostRead, PostWrite
-from kvferry.connector.machine.events import Event, ReadEnded, ReadStatus, WriteEnded
+from kvferry.connector.effects import PostRead, PostWrite
+from kvferry.connector.events import Event, ReadEnded, ReadStatus, WriteEnded
 from kvferry.errors import FerryError
 from kvferry.protocol.ids import TransferId
 from kvferry.transport.base import Link, Transfer, TransferStatus
@@ -29,7 +28,7 @@ class _Running(Generic[EffectT]):
     transfer: Transfer
 
 
-class Posted(abc.ABC, Generic[EffectT]):
+class Posted(Generic[EffectT]):
     """Posts one kind, and tells the ends to ``events``."""
 
     def __init__(self, clock: Clock, events: deque[Event]) -> None:
@@ -60,10 +59,11 @@ class Posted(abc.ABC, Generic[EffectT]):
     def post(self, effect: EffectT, link: Link | None) -> None:
         """Post; the end is told at once where the transport copies in the call."""
         if link is None:
-            self._events.append(self._failure(effect, "the connection to the peer is gone"))
+            self._events.append(self._end(effect, "the connection to the peer is gone"))
             return
         try:
-            transfer = self._start(effect, link)
+            post = link.read if isinstance(effect, PostRead) else link.write
+            transfer = post(effect.local_blocks, effect.remote_blocks)
         except FerryError as error:
             # Whatever it was, part of it may have been posted.
             self._fail(effect, link, str(error))
@@ -88,20 +88,8 @@ class Posted(abc.ABC, Generic[EffectT]):
         self._running = [posted for posted in self._running if posted.link is not link]
         link.disconnect()
         detail = "the connection was torn down"
-        self._failed += [(link, self._failure(posted.effect, detail)) for posted in ended]
+        self._failed += [(link, self._end(posted.effect, detail)) for posted in ended]
         self._tell_quiet_ones()
-
-    @abc.abstractmethod
-    def _start(self, effect: EffectT, link: Link) -> Transfer:
-        """Post on ``link``."""
-
-    @abc.abstractmethod
-    def _success(self, effect: EffectT, num_bytes: int) -> Event:
-        """Return the end of one that has moved ``num_bytes``."""
-
-    @abc.abstractmethod
-    def _failure(self, effect: EffectT, detail: str) -> Event:
-        """Return the end of one of which nothing is known."""
 
     def _look_after(self, posted: _Running[EffectT]) -> None:
         status = posted.link.poll(posted.transfer)
@@ -110,14 +98,23 @@ class Posted(abc.ABC, Generic[EffectT]):
             return
         posted.link.release(posted.transfer)
         if status is TransferStatus.DONE:
-            self._events.append(self._success(posted.effect, posted.transfer.num_bytes))
+            self._events.append(self._end(posted.effect, None, posted.transfer.num_bytes))
         else:
             self._fail(posted.effect, posted.link, "the transport reports an error")
 
     def _fail(self, effect: EffectT, link: Link, detail: str) -> None:
         self._broken.append((effect, link))
-        self._failed.append((link, self._failure(effect, detail)))
+        self._failed.append((link, self._end(effect, detail)))
         self._tell_quiet_ones()
+
+    def _end(self, effect: EffectT, failure: str | None, num_bytes: int = 0) -> Event:
+        """Return the end of one that has moved ``num_bytes``, or that has failed."""
+        if isinstance(effect, PostWrite):
+            is_done = failure is None
+            return WriteEnded(effect.transfer_id, effect.write_id, is_done, failure or "")
+        status = ReadStatus.DONE if failure is None else ReadStatus.FAILED
+        now_s = self._clock.monotonic_s()
+        return ReadEnded(effect.transfer_id, status, now_s, num_bytes, failure or "")
 
     def _tell_quiet_ones(self) -> None:
         failed, self._failed = self._failed, []
@@ -129,29 +126,7 @@ class Posted(abc.ABC, Generic[EffectT]):
                 self._failed.append((link, end))
 
 
-class Reads(Posted[PostRead]):
-    """READs from peers that this instance talks to."""
-
-    def _start(self, effect: PostRead, link: Link) -> Transfer:
-        return link.read(effect.local_blocks, effect.remote_blocks)
-
-    def _success(self, effect: PostRead, num_bytes: int) -> Event:
-        now_s = self._clock.monotonic_s()
-        return ReadEnded(effect.transfer_id, ReadStatus.DONE, now_s, num_bytes)
-
-    def _failure(self, effect: PostRead, detail: str) -> Event:
-        now_s = self._clock.monotonic_s()
-        return ReadEnded(effect.transfer_id, ReadStatus.FAILED, now_s, 0, detail)
-
-
-class Writes(Posted[PostWrite]):
-    """WRITEs to peers that talk to this instance."""
-
-    def _start(self, effect: PostWrite, link: Link) -> Transfer:
-        return link.write(effect.local_blocks, effect.remote_blocks)
-
-    def _success(self, effect: PostWrite, num_bytes: int) -> Event:
-        return WriteEnded(effect.transfer_id, effect.write_id, is_done=True)
-
-    def _failure(self, effect: PostWrite, detail: str) -> Event:
-        return WriteEnded(effect.transfer_id, effect.write_id, is_done=False, detail=detail)
+Reads = Posted[PostRead]
+"""READs from peers that this instance talks to."""
+Writes = Posted[PostWrite]
+"""WRITEs to peers that talk to this instance."""

@@ -11,8 +11,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvferry.clock import Clock
-from kvferry.connector.machine.effects import Asked
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     AcquireAnswered,
     Event,
     Noticed,
@@ -25,40 +24,19 @@ from kvferry.connector.machine.events import (
 from kvferry.connector.peers.control import ControlClient
 from kvferry.connector.ports import ReceiveOutcome
 from kvferry.errors import FerryError, IncompatiblePeerError
+from kvferry.protocol import messages
 from kvferry.protocol.compatibility import remedy_for, require_compatible
-from kvferry.protocol.ids import TransferId
-from kvferry.protocol.messages import (
-    NOTICE_SEQUENCE,
-    Acquire,
-    AcquireHistory,
-    Declined,
-    DeclineReason,
-    Granted,
-    Hello,
-    HelloReply,
-    InstanceInfo,
-    InstanceQuery,
-    Message,
-    Notice,
-    Register,
-    Registered,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Request,
-)
+from kvferry.protocol.ids import HISTORY_VERSION, TransferId
 from kvferry.protocol.params import PeerAddress
-from kvferry.protocol.version import HISTORY_VERSION
 from kvferry.transport.base import Link
 
 
 class SessionState(enum.Enum):
     """Where a session is."""
 
-    LOOKING = "looking"
+    IDENTIFYING = "identifying"
     """The peer was asked who it is."""
-    FOUND = "found"
+    IDENTIFIED = "identified"
     """It is the one that was looked for; not greeted yet."""
     GREETING = "greeting"
     READY = "ready"
@@ -71,8 +49,8 @@ class _Awaited:
 
     sent_s: float
     deadline_s: float
-    asked: Asked | None
-    """None: the handshake, or the look before it."""
+    asked: messages.Asked | None
+    """None: the handshake, or the question before it who is there."""
 
 
 @dataclass(slots=True)
@@ -82,7 +60,7 @@ class Session:
     peer: PeerAddress
     client: ControlClient
     link: Link
-    hello: Hello
+    hello: messages.Hello
     clock: Clock
     timeout_s: float
     state: SessionState = SessionState.GREETING
@@ -97,12 +75,11 @@ class Session:
     """Protocol version that the peer has shown."""
     pushes: dict[TransferId, int] = field(default_factory=dict)
     """Transfers for which the peer was told where to write, with the last generation."""
-    late_releases: list[Release] = field(default_factory=list)
-    """What could not be said, or may not have been heard, before the session was lost: the peer
-    may have been away for a moment only, and still hold something. One that never was there holds
-    nothing."""
+    late_releases: list[messages.Release] = field(default_factory=list)
+    """Releases that the peer may not have received before the session was lost: it may have been
+    away for a moment only, and still hold something. Kept only if it has answered a hello."""
     was_ready: bool = False
-    _outbox: list[Asked] = field(default_factory=list)
+    _outbox: list[messages.Asked] = field(default_factory=list)
     _awaited: dict[int, _Awaited] = field(default_factory=dict)
     """By sequence number; below 0: not sent; 0: its answer ends the session."""
     _num_unsent: int = 0
@@ -118,28 +95,32 @@ class Session:
         """Whether nothing waits for an answer."""
         return not (self._awaited or self._outbox or self.pushes)
 
-    def look(self) -> None:
-        """Ask who is there, which does nothing to the peer, before the handshake does."""
-        self.state = SessionState.LOOKING
-        self._send(InstanceQuery(), None)
+    def identify(self) -> None:
+        """Ask who is there first: the handshake would end the peer's earlier link with us."""
+        self.state = SessionState.IDENTIFYING
+        self._send(messages.InstanceQuery(), None)
 
     def greet(self) -> None:
         """Send the handshake."""
         self.state = SessionState.GREETING
         self._send(self.hello, None)
 
-    def submit(self, message: Asked) -> list[Event]:
+    def submit(self, message: messages.Asked) -> list[Event]:
         """Send ``message`` now, or after the handshake; a lost session answers at once."""
         self.last_used_s = self.clock.monotonic_s()
         if self.state is SessionState.READY:
             return self._submit_now(message)
         if self.state is not SessionState.LOST:
             self._outbox.append(message)
-        elif isinstance(message, Release):
+        elif isinstance(message, messages.Release):
             self._keep_release(message)
         else:
             lost = self._lost_event(message.transfer_id)
-            return [lost, never_told(message)] if isinstance(message, Register) else [lost]
+            return (
+                [lost, never_registered(message)]
+                if isinstance(message, messages.Register)
+                else [lost]
+            )
         return []
 
     def receive(self) -> list[Event]:
@@ -148,7 +129,9 @@ class Session:
         for envelope in self.client.receive():
             message = envelope.message
             self.peer_version = envelope.version
-            if envelope.sequence == NOTICE_SEQUENCE and isinstance(message, Notice):
+            if envelope.sequence == messages.NOTICE_SEQUENCE and isinstance(
+                message, messages.Notice
+            ):
                 events.append(Noticed(message.transfer_id, self.peer, message))
                 continue
             awaited = self._awaited.pop(envelope.sequence, None)
@@ -181,26 +164,26 @@ class Session:
         waiting = {
             message.transfer_id: None
             for message in asked
-            if message is not None and not isinstance(message, Release)
+            if message is not None and not isinstance(message, messages.Release)
         }
         waiting.update(dict.fromkeys(self.pushes))
-        unsent = [message for message in self._outbox if isinstance(message, Register)]
+        unsent = [message for message in self._outbox if isinstance(message, messages.Register)]
         for message in asked:
-            if isinstance(message, Release):
+            if isinstance(message, messages.Release):
                 self._keep_release(message)
         self._awaited.clear()
         self._outbox.clear()
         events: list[Event] = [self._lost_event(transfer_id) for transfer_id in waiting]
-        return events + [never_told(message) for message in unsent]
+        return events + [never_registered(message) for message in unsent]
 
-    def _keep_release(self, release: Release) -> None:
+    def _keep_release(self, release: messages.Release) -> None:
         if self.was_ready:
             self.late_releases.append(release)
 
     def _lost_event(self, transfer_id: TransferId) -> PeerLost:
         return PeerLost(transfer_id, self.lost_outcome, self.lost_detail)
 
-    def _send(self, message: Request, asked: Asked | None) -> None:
+    def _send(self, message: messages.Request, asked: messages.Asked | None) -> None:
         sent_s = self.clock.monotonic_s()
         sequence = self.client.send(message)
         if sequence is None:
@@ -208,15 +191,22 @@ class Session:
             self._num_unsent += 1
             sequence = -self._num_unsent
         self._awaited[sequence] = _Awaited(sent_s, sent_s + self.timeout_s, asked)
-        if isinstance(asked, Register):
+        if isinstance(asked, messages.Register):
             self.link.note_peer_writes()
             self.pushes[asked.transfer_id] = asked.generation
 
-    def _on_reply(self, awaited: _Awaited, reply: Message) -> list[Event]:
+    def _on_reply(self, awaited: _Awaited, reply: messages.Message) -> list[Event]:
         asked = awaited.asked
         if asked is None:
-            return self._on_look_reply(reply) if self._is_looking else self._on_hello_reply(reply)
-        if isinstance(reply, Declined) and reply.reason is DeclineReason.UNKNOWN_PEER:
+            return (
+                self._on_identity_reply(reply)
+                if self._is_identifying
+                else self._on_hello_reply(reply)
+            )
+        if (
+            isinstance(reply, messages.Declined)
+            and reply.reason is messages.DeclineReason.UNKNOWN_PEER
+        ):
             # The holder has forgotten this reader (it was idle for long): a new session can try.
             detail = f"the holder does not know this reader (any more): {reply.detail}"
             self._awaited[0] = awaited
@@ -229,28 +219,28 @@ class Session:
         return [event]
 
     @property
-    def _is_looking(self) -> bool:
-        return self.state is SessionState.LOOKING
+    def _is_identifying(self) -> bool:
+        return self.state is SessionState.IDENTIFYING
 
-    def _on_look_reply(self, reply: Message) -> list[Event]:
-        if not isinstance(reply, InstanceInfo):
+    def _on_identity_reply(self, reply: messages.Message) -> list[Event]:
+        if not isinstance(reply, messages.InstanceInfo):
             name = type(reply).__name__
             return self.lose(ReceiveOutcome.FAILED, f"the peer answered 'instance' with {name}")
         if (reply.instance_id, reply.epoch) != (self.peer.instance_id, self.peer.epoch):
             return self._lose_to_another()
-        self.state = SessionState.FOUND
+        self.state = SessionState.IDENTIFIED
         return []
 
     def _lose_to_another(self) -> list[Event]:
         detail = f"{self.peer.instance_id} has restarted since, or another is in its place"
         return self.lose(ReceiveOutcome.GONE, detail)
 
-    def _on_hello_reply(self, reply: Message) -> list[Event]:
-        if isinstance(reply, Declined):
-            incompatible = reply.reason is DeclineReason.INCOMPATIBLE
+    def _on_hello_reply(self, reply: messages.Message) -> list[Event]:
+        if isinstance(reply, messages.Declined):
+            incompatible = reply.reason is messages.DeclineReason.INCOMPATIBLE
             outcome = ReceiveOutcome.INCOMPATIBLE if incompatible else ReceiveOutcome.DECLINED
             return self.lose(outcome, reply.detail)
-        if not isinstance(reply, HelloReply):
+        if not isinstance(reply, messages.HelloReply):
             name = type(reply).__name__
             return self.lose(ReceiveOutcome.FAILED, f"the peer answered a hello with {name}")
         if (reply.instance_id, reply.epoch) != (self.peer.instance_id, self.peer.epoch):
@@ -267,39 +257,44 @@ class Session:
         outbox, self._outbox = self._outbox, []
         return [event for message in outbox for event in self._submit_now(message)]
 
-    def _submit_now(self, message: Asked) -> list[Event]:
-        if isinstance(message, AcquireHistory) and self.peer_version < HISTORY_VERSION:
+    def _submit_now(self, message: messages.Asked) -> list[Event]:
+        if isinstance(message, messages.AcquireHistory) and self.peer_version < HISTORY_VERSION:
             # It would drop what it does not know, and be taken for dead.
             detail = f"the holder speaks protocol version {self.peer_version}, without read-back"
-            refusal = Declined(DeclineReason.INCOMPATIBLE, detail, "protocol_version")
+            refusal = messages.Declined(
+                messages.DeclineReason.INCOMPATIBLE, detail, "protocol_version"
+            )
             return [AcquireAnswered(message.transfer_id, self.clock.monotonic_s(), refusal)]
         self._send(message, message)
         return []
 
 
-def never_told(message: Register) -> PeerQuiet:
-    """Return what is true of the blocks of a registration that was not sent."""
+def never_registered(message: messages.Register) -> PeerQuiet:
+    """Return the event for a registration that was not sent: nothing can land in its blocks."""
     return PeerQuiet(message.transfer_id, message.generation, message.generation)
 
 
-def _answered(asked: Asked, sent_s: float, reply: Message) -> Event | None:
+def _answered(asked: messages.Asked, sent_s: float, reply: messages.Message) -> Event | None:
     """Return the event for an answer of the right kind."""
     transfer_id = asked.transfer_id
     match asked, reply:
-        case Acquire() | AcquireHistory(), Granted() | Declined():
+        case (
+            messages.Acquire() | messages.AcquireHistory(),
+            messages.Granted() | messages.Declined(),
+        ):
             return AcquireAnswered(transfer_id, sent_s, reply)
-        case Register(), Registered() | Declined():
+        case messages.Register(), messages.Registered() | messages.Declined():
             return RegisterAnswered(transfer_id, reply, asked.generation)
-        case Renew(), Renewed() | Declined():
+        case messages.Renew(), messages.Renewed() | messages.Declined():
             return RenewAnswered(transfer_id, reply)
-        case Release(), Released():
+        case messages.Release(), messages.Released():
             return ReleaseAnswered(transfer_id, reply.is_quiet)
-        case Release(), Declined():
+        case messages.Release(), messages.Declined():
             return ReleaseAnswered(transfer_id, is_quiet=False)
     return None
 
 
-def require_same_memory(ours: Hello, theirs: Hello | HelloReply) -> None:
+def require_same_memory(ours: messages.Hello, theirs: messages.Hello | messages.HelloReply) -> None:
     """Raise ``IncompatiblePeerError`` naming the first difference that a peer must not have."""
     ours.layout.require_equal(theirs.layout)
     if ours.transport != theirs.transport:

@@ -9,42 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.blocks.lease import READER_MARGIN_S, reader_deadline_s
-from kvferry.connector.machine.effects import (
+from kvferry.connector.effects import (
     ContactPeer,
     DisconnectPeer,
     PostRead,
     Send,
 )
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     OUTCOME_OF_DECLINE,
     AcquireAnswered,
     PeerLost,
     ReadEnded,
     ReadStatus,
 )
-from kvferry.connector.ports import HISTORY_MODE, PromptIdentity, ReceiveOutcome
+from kvferry.connector.ports import HISTORY_MODE, HistoryRequest, PromptIdentity, ReceiveOutcome
 from kvferry.connector.pull.table import RECEIVER, ReceiveAction, ReceiveEvent, ReceiveState
-from kvferry.connector.transfers.context import RoleContext
-from kvferry.connector.transfers.incoming import Incoming, IncomingTransfers
-from kvferry.connector.wish import HistoryWish
+from kvferry.connector.transfers import Incoming, IncomingTransfers, RoleContext
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol import messages
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import (
-    Acquire,
-    AcquireHistory,
-    Declined,
-    DeclineReason,
-    Granted,
-    ReleaseOutcome,
-)
 from kvferry.protocol.params import Mode, PeerAddress
 
 PullEvent = AcquireAnswered | PeerLost | ReadEnded
 
 _RELEASE_OUTCOME = {
-    ReceiveEvent.READ_DONE: ReleaseOutcome.READ,
-    ReceiveEvent.NOT_NEEDED: ReleaseOutcome.NOT_NEEDED,
-    ReceiveEvent.CANCELLED: ReleaseOutcome.CANCELLED,
+    ReceiveEvent.READ_DONE: messages.ReleaseOutcome.READ,
+    ReceiveEvent.NOT_NEEDED: messages.ReleaseOutcome.NOT_NEEDED,
+    ReceiveEvent.CANCELLED: messages.ReleaseOutcome.CANCELLED,
 }
 
 
@@ -52,7 +43,7 @@ _RELEASE_OUTCOME = {
 class PullReceive(Incoming):
     """One receive in hand: of a handoff (``source`` is its prompt) or of a history."""
 
-    source: PromptIdentity | HistoryWish
+    source: PromptIdentity | HistoryRequest
     timeout_s: float
     state: ReceiveState = RECEIVER.initial
     next_renew_s: float = float("inf")
@@ -87,7 +78,7 @@ class PullReceiver:
         self._incoming.add(receive)
         self._context.emit(ContactPeer(peer))
 
-    def read_history(self, peer: PeerAddress, wish: HistoryWish) -> TransferId:
+    def read_history(self, peer: PeerAddress, request: HistoryRequest) -> TransferId:
         """See ``ConnectorPort.read_history``."""
         self._num_histories += 1
         # Told apart from a router's ids, and from those of an earlier start.
@@ -96,10 +87,10 @@ class PullReceiver:
             transfer_id=transfer_id,
             peer=peer,
             mode=HISTORY_MODE,
-            source=wish,
+            source=request,
             timeout_s=self._config.history_timeout_s,
         )
-        self._incoming.hold(receive, wish.blocks)
+        self._incoming.refer(receive, request.blocks)
         self._incoming.add(receive)
         self._start(receive)
         return transfer_id
@@ -110,7 +101,7 @@ class PullReceiver:
         """See ``ConnectorPort.receive``."""
         if receive.state is not ReceiveState.ANNOUNCED:
             raise LocalProtocolError(f"receive of {receive.transfer_id} is under way")
-        self._incoming.hold(receive, blocks)
+        self._incoming.refer(receive, blocks)
         receive.first_block = first_block
         self._start(receive)
 
@@ -174,16 +165,16 @@ class PullReceiver:
 
     def _on_answer(self, receive: PullReceive, event: AcquireAnswered) -> None:
         reply = event.reply
-        if isinstance(reply, Declined):
+        if isinstance(reply, messages.Declined):
             receive.outcome, receive.detail = OUTCOME_OF_DECLINE[reply.reason], reply.detail
-            is_mismatch = reply.reason is DeclineReason.MISMATCH
+            is_mismatch = reply.reason is messages.DeclineReason.MISMATCH
             self._step(receive, ReceiveEvent.MISMATCHED if is_mismatch else ReceiveEvent.DECLINED)
             return
         if receive.state is not ReceiveState.ACQUIRING:
             self._step(receive, ReceiveEvent.GRANTED)  # too late, or twice: it has no rule
             return
         num_granted, num_expected = len(reply.blocks), len(receive.blocks)
-        if isinstance(receive.source, HistoryWish):
+        if isinstance(receive.source, HistoryRequest):
             num_expected = min(max(1, num_granted), len(receive.source.hashes))
         if num_granted != num_expected:
             receive.outcome = ReceiveOutcome.FAILED
@@ -194,15 +185,17 @@ class PullReceiver:
             return
         receive.remote_blocks = reply.blocks
         receive.block_digests = reply.block_digests[:num_granted]
-        if isinstance(receive.source, HistoryWish):
+        if isinstance(receive.source, HistoryRequest):
             self._trim(receive, receive.source, reply)
         receive.lease_deadline_s = reader_deadline_s(event.sent_s, reply.duration_s)
         self._step(receive, ReceiveEvent.GRANTED)
 
-    def _trim(self, receive: PullReceive, wish: HistoryWish, granted: Granted) -> None:
+    def _trim(
+        self, receive: PullReceive, request: HistoryRequest, granted: messages.Granted
+    ) -> None:
         """The holder may have less than was asked for: the other blocks are not touched."""
         count = len(granted.blocks)
-        partial = wish.fitting(count, granted.partials)
+        partial = request.fitting(count, granted.partials)
         if partial is not None:
             index = count + granted.partials.index(partial)
             receive.remote_blocks += (partial.block,)
@@ -254,13 +247,13 @@ class PullReceiver:
             case ReceiveAction.DISCONNECT_PEER:
                 self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _acquire(self, receive: PullReceive) -> Acquire | AcquireHistory:
+    def _acquire(self, receive: PullReceive) -> messages.Acquire | messages.AcquireHistory:
         source, duration_s = receive.source, receive.timeout_s + 2 * READER_MARGIN_S
         own = (self._config.instance_id, self._config.epoch)
         named = (*own, receive.peer.epoch, receive.transfer_id)
         verifies = self._context.digests_of is not None
-        if isinstance(source, HistoryWish):
+        if isinstance(source, HistoryRequest):
             wanted = (source.hashes, source.min_blocks, duration_s)
-            return AcquireHistory(*named, *wanted, verifies, want_partials=True)
+            return messages.AcquireHistory(*named, *wanted, verifies, want_partials=True)
         prompt = (source.num_tokens, source.digest, duration_s)
-        return Acquire(*named, *prompt, receive.first_block, verifies)
+        return messages.Acquire(*named, *prompt, receive.first_block, verifies)

@@ -8,35 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connector.leases.readers import ActiveReaders, ReaderLeases
-from kvferry.connector.machine.effects import CountOfferEnd
+from kvferry.connector.leases import ActiveReaders, ReaderLeases
 from kvferry.connector.ports import PromptIdentity
 from kvferry.connector.pull.table import SENDER, OfferAction, OfferEvent, OfferState
-from kvferry.connector.transfers.context import RoleContext
-from kvferry.connector.transfers.outgoing import End, Outgoing, OutgoingTransfers
+from kvferry.connector.transfers import End, Outgoing, OutgoingTransfers, RoleContext
 from kvferry.errors import CapacityError
+from kvferry.protocol import messages
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import (
-    Acquire,
-    Declined,
-    DeclineReason,
-    Granted,
-    Release,
-    ReleaseOutcome,
-    Renew,
-    Renewed,
-    decline,
-)
 
 _EVENT_OF_RELEASE = {
-    ReleaseOutcome.READ: OfferEvent.READ,
-    ReleaseOutcome.NOT_NEEDED: OfferEvent.NOT_NEEDED,
-    ReleaseOutcome.CANCELLED: OfferEvent.CANCELLED,
-    ReleaseOutcome.FAILED: OfferEvent.READER_FAILED,
+    messages.ReleaseOutcome.READ: OfferEvent.READ,
+    messages.ReleaseOutcome.NOT_NEEDED: OfferEvent.NOT_NEEDED,
+    messages.ReleaseOutcome.CANCELLED: OfferEvent.CANCELLED,
+    messages.ReleaseOutcome.FAILED: OfferEvent.READER_FAILED,
 }
 _DECLINE_OF_END = {
-    OfferEvent.EXPIRED.value: DeclineReason.EXPIRED,
-    OfferEvent.PRESSURE.value: DeclineReason.PRESSURE,
+    OfferEvent.EXPIRED.value: messages.DeclineReason.EXPIRED,
+    OfferEvent.PRESSURE.value: messages.DeclineReason.PRESSURE,
 }
 
 
@@ -79,10 +67,12 @@ class PullSender:
         """See ``ConnectorPort.offer``. Oldest unread offers give way to a new one."""
         offer = Offer(transfer_id=transfer_id, prompt=prompt, role=self)
         self._outgoing.add(offer, blocks)
-        self._outgoing.hold(offer)
+        self._outgoing.begin_lease(offer)
 
     # -- the receiver's messages --------------------------------------------------------------
-    def acquire(self, reader: str, message: Acquire) -> Granted | Declined:
+    def acquire(
+        self, reader: str, message: messages.Acquire
+    ) -> messages.Granted | messages.Declined:
         """Answer a reader that wants an offer's blocks."""
         offer = self._outgoing.find(message.transfer_id, Offer)
         if offer is None or offer.state is not OfferState.HELD:
@@ -90,7 +80,7 @@ class PullSender:
         refusal = _check(offer, message)
         if refusal is not None:
             return refusal
-        answer: list[Granted | Declined] = []
+        answer: list[messages.Granted | messages.Declined] = []
         SENDER.run(
             offer,
             OfferEvent.ACQUIRED,
@@ -98,7 +88,7 @@ class PullSender:
         )
         return answer[0]
 
-    def renew(self, message: Renew) -> Renewed | Declined:
+    def renew(self, message: messages.Renew) -> messages.Renewed | messages.Declined:
         """Answer a receiver's heartbeat."""
         offer = self._outgoing.find(message.transfer_id, Offer)
         if offer is None or offer.state is not OfferState.HELD:
@@ -108,36 +98,42 @@ class PullSender:
             SENDER.run(
                 offer,
                 OfferEvent.RENEWED,
-                lambda *_: lasts_s.append(self._outgoing.renew(offer, message.duration_s)),
+                lambda *_: lasts_s.append(self._outgoing.renew_lease(offer, message.duration_s)),
             )
         except CapacityError as error:
-            return decline(DeclineReason.PRESSURE, str(error))
-        return Renewed(lasts_s[0], True)
+            return messages.decline(messages.DeclineReason.PRESSURE, str(error))
+        return messages.Renewed(lasts_s[0], True)
 
-    def release(self, offer: Offer, reader: str, message: Release) -> None:
+    def release(self, offer: Offer, reader: str, message: messages.Release) -> None:
         """Take in that a receiver is done."""
         self.step(offer, _EVENT_OF_RELEASE[message.outcome], reader)
 
     def tick(self) -> None:
         """Act on the readers' leases whose time is over."""
-        for reader, offer in self.leases.take_expired():
-            self.step(offer, OfferEvent.READER_EXPIRED, reader)
+        for lease in self.leases.past_their_time():
+            self.step(lease.subject, OfferEvent.READER_EXPIRED, lease.owner)
 
     # -- decisions ----------------------------------------------------------------------------
-    def _decline_missing(self, transfer_id: TransferId) -> Declined:
+    def _decline_missing(self, transfer_id: TransferId) -> messages.Declined:
         end = self._outgoing.end_of(transfer_id)
-        reason = _DECLINE_OF_END.get(end.cause, DeclineReason.GONE) if end else DeclineReason.GONE
+        reason = (
+            _DECLINE_OF_END.get(end.cause, messages.DeclineReason.GONE)
+            if end
+            else messages.DeclineReason.GONE
+        )
         ended = f"ended before: {end.cause}" if end else "is not known here"
-        return decline(reason, f"transfer id {transfer_id} {ended}")
+        return messages.decline(reason, f"transfer id {transfer_id} {ended}")
 
-    def _grant(self, offer: Offer, reader: str, message: Acquire) -> Granted | Declined:
+    def _grant(
+        self, offer: Offer, reader: str, message: messages.Acquire
+    ) -> messages.Granted | messages.Declined:
         """A reader's second lease on an offer takes the place of its first."""
         self._release_reader(offer, reader)
         try:
             wanted = offer.blocks[message.first_block :]
-            granted = self.leases.grant(reader, offer, wanted, message)
+            granted = self.leases.answer(reader, offer, wanted, message)
         except CapacityError as error:
-            return decline(DeclineReason.PRESSURE, str(error))
+            return messages.decline(messages.DeclineReason.PRESSURE, str(error))
         offer.readers.add(reader)
         return granted
 
@@ -155,24 +151,26 @@ class PullSender:
                 self._outgoing.let_go(offer)
             case OfferAction.COUNT_END:
                 self._outgoing.remember_end(offer.transfer_id, End(event.value))
-                self._context.count("offer", event)
-                self._context.emit(CountOfferEnd(event))
+                self._context.count_end("offer", event)
 
     def _release_reader(self, offer: Offer, reader: str) -> None:
         self.leases.release(reader, offer)
         offer.readers.discard(reader)
 
 
-def _check(offer: Offer, message: Acquire) -> Declined | None:
+def _check(offer: Offer, message: messages.Acquire) -> messages.Declined | None:
     if message.num_tokens != offer.prompt.num_tokens:
-        return decline(
-            DeclineReason.MISMATCH,
+        return messages.decline(
+            messages.DeclineReason.MISMATCH,
             f"the prompt has {offer.prompt.num_tokens} tokens here and {message.num_tokens} there",
         )
     if message.digest != offer.prompt.digest:
-        return decline(
-            DeclineReason.MISMATCH, "the prompt's tokens, salt or adapter differ on both sides"
+        return messages.decline(
+            messages.DeclineReason.MISMATCH,
+            "the prompt's tokens, salt or adapter differ on both sides",
         )
     if message.first_block >= len(offer.blocks):
-        return decline(DeclineReason.MISMATCH, f"there is no block {message.first_block}")
+        return messages.decline(
+            messages.DeclineReason.MISMATCH, f"there is no block {message.first_block}"
+        )
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvferry.connector.machine.table import Rule, Table
+from kvferry.connector.table import Rule, Table
 
 
 class ReceiveState(StrEnum):
@@ -137,7 +137,7 @@ class OfferAction(StrEnum):
     """What a sender does."""
 
     GRANT = "grant"
-    EXTEND_HOLD = "extend_hold"
+    RENEW_LEASE = "renew_lease"
     RELEASE_READER = "release_reader"
     LET_GO = "let_go"
     COUNT_END = "count_end"
@@ -157,7 +157,7 @@ SENDER: Table[OfferState, OfferEvent, OfferAction] = Table(
     final=_H.CLOSED,
     rules={
         (_H.HELD, _V.ACQUIRED): Rule(_H.HELD, (_B.GRANT,)),
-        (_H.HELD, _V.RENEWED): Rule(_H.HELD, (_B.EXTEND_HOLD,)),
+        (_H.HELD, _V.RENEWED): Rule(_H.HELD, (_B.RENEW_LEASE,)),
         (_H.HELD, _V.READ): _FINISH,
         (_H.HELD, _V.NOT_NEEDED): _FINISH,
         (_H.HELD, _V.CANCELLED): _FINISH,

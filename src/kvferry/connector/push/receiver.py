@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from kvferry.connector.machine.effects import (
+from kvferry.connector.effects import (
     ContactPeer,
     DisconnectPeer,
     NotifyEngine,
@@ -16,7 +16,7 @@ from kvferry.connector.machine.effects import (
     StartProgress,
     StopProgress,
 )
-from kvferry.connector.machine.events import (
+from kvferry.connector.events import (
     OUTCOME_OF_DECLINE,
     OUTCOME_OF_FAILURE,
     Noticed,
@@ -34,34 +34,20 @@ from kvferry.connector.push.table import (
     IncomingEvent,
     IncomingState,
 )
-from kvferry.connector.transfers.context import RoleContext
-from kvferry.connector.transfers.incoming import Incoming, IncomingTransfers
+from kvferry.connector.transfers import Incoming, IncomingTransfers, RoleContext
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol import messages
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import (
-    Admitted,
-    Declined,
-    DeclineReason,
-    Failed,
-    FailureReason,
-    FirstTokenReady,
-    Notice,
-    Posting,
-    Quiet,
-    Register,
-    ReleaseOutcome,
-    Written,
-)
 from kvferry.protocol.params import Mode, PeerAddress
 
 PushEvent = RegisterAnswered | RenewAnswered | ReleaseAnswered | Noticed | PeerQuiet | PeerLost
 
 _EPOCH_BITS_NOT_IN_GENERATION = 23
-"""Of the 62 of an epoch: what is left, and as many registrations as there will be, fit."""
+"""Dropped from an epoch's 62 bits, which leaves room to count registrations on from the rest."""
 _RELEASE_OUTCOME = {
-    IncomingEvent.WRITTEN: ReleaseOutcome.READ,
-    IncomingEvent.NOT_NEEDED: ReleaseOutcome.NOT_NEEDED,
-    IncomingEvent.CANCELLED: ReleaseOutcome.CANCELLED,
+    IncomingEvent.WRITTEN: messages.ReleaseOutcome.READ,
+    IncomingEvent.NOT_NEEDED: messages.ReleaseOutcome.NOT_NEEDED,
+    IncomingEvent.CANCELLED: messages.ReleaseOutcome.CANCELLED,
 }
 
 
@@ -72,14 +58,14 @@ class IncomingPush(Incoming):
     prompt: PromptIdentity
     wait_deadline_s: float
     """Without blocks it waits until then, for prefill or for its turn."""
-    next_beat_s: float
+    next_heartbeat_s: float
     state: IncomingState = PUSH_RECEIVER.initial
     generation: int = -1
     answered_generation: int = -1
-    """The last one that the sender has answered: of later ones it may not have known when it said
-    something of the whole push."""
+    """The last one that the sender has answered. What it says of the whole push may not concern
+    later ones, of which it may not know yet."""
     quiet_generations: frozenset[int] = frozenset()
-    """Of those in quarantine, the ones of which it was said last that nothing can land any more."""
+    """Generations in quarantine that the last message has proven quiet."""
     is_known: bool = False
     """The sender has answered for this transfer before: if it no longer does, it is gone."""
     is_admitted: bool = False
@@ -87,7 +73,7 @@ class IncomingPush(Incoming):
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the sender may learn of the blocks of now yet."""
+        """Whether the sender may still get to know of the current blocks."""
         is_filling = self.state is IncomingState.FILLING
         return is_filling and self.answered_generation < self.generation
 
@@ -97,7 +83,7 @@ class IncomingPush(Incoming):
 
     @property
     def is_waiting_for_prefill(self) -> bool:
-        """Whether blocks are registered of which it is not known that they will be filled soon."""
+        """Whether blocks are registered, and prefill may not have been admitted yet."""
         return self.state is IncomingState.FILLING and not self.is_admitted
 
 
@@ -127,7 +113,7 @@ class PushReceiver:
             prompt=prompt,
             deadline_s=deadline_s,
             wait_deadline_s=deadline_s,
-            next_beat_s=now_s + self._config.push_heartbeat_s,
+            next_heartbeat_s=now_s + self._config.push_heartbeat_s,
         )
         self._incoming.add(push)
         # The first beat at once: it tells the sender where to send its notices.
@@ -150,7 +136,7 @@ class PushReceiver:
         if self._incoming.is_closed_to(push):
             self._step(push, IncomingEvent.DEADLINE)
             return
-        self._incoming.hold(push, blocks)
+        self._incoming.refer(push, blocks)
         push.first_block, push.started_s = first_block, None
         push.generation = self._next_generation
         self._next_generation += 1
@@ -177,7 +163,7 @@ class PushReceiver:
             case RegisterAnswered():
                 self._on_registration_answered(push, event)
             case RenewAnswered():
-                self._on_beat_answered(push, event)
+                self._on_heartbeat_answered(push, event)
             case ReleaseAnswered():
                 if event.is_quiet:
                     self._on_quiet(push, push.answered_generation)
@@ -198,25 +184,27 @@ class PushReceiver:
         for push in self._incoming.of_kind(IncomingPush):
             if now_s >= push.deadline_s:
                 self._on_deadline(push)
-            elif push.state is not IncomingState.ENDED and now_s >= push.next_beat_s:
-                push.next_beat_s = now_s + self._config.push_heartbeat_s
+            elif push.state is not IncomingState.ENDED and now_s >= push.next_heartbeat_s:
+                push.next_heartbeat_s = now_s + self._config.push_heartbeat_s
                 self._incoming.send_renew(push)
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
         due = [
-            p.deadline_s if p.state is IncomingState.ENDED else min(p.deadline_s, p.next_beat_s)
+            p.deadline_s
+            if p.state is IncomingState.ENDED
+            else min(p.deadline_s, p.next_heartbeat_s)
             for p in self._incoming.of_kind(IncomingPush)
         ]
         return min(due, default=None)
 
     # -- decisions ----------------------------------------------------------------------------
-    def _fail(self, push: IncomingPush, declined: Declined) -> None:
+    def _fail(self, push: IncomingPush, declined: messages.Declined) -> None:
         push.outcome, push.detail = OUTCOME_OF_DECLINE[declined.reason], declined.detail
 
     def _on_registration_answered(self, push: IncomingPush, event: RegisterAnswered) -> None:
         push.answered_generation = max(push.answered_generation, event.generation)
-        if not isinstance(event.reply, Declined):
+        if not isinstance(event.reply, messages.Declined):
             push.is_known = True
             return
         if push.state is not IncomingState.FILLING or event.generation != push.generation:
@@ -224,11 +212,11 @@ class PushReceiver:
             self._leave(push, {event.generation})
             return
         self._fail(push, event.reply)
-        is_mismatch = event.reply.reason is DeclineReason.MISMATCH
+        is_mismatch = event.reply.reason is messages.DeclineReason.MISMATCH
         self._step(push, IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.DECLINED)
 
-    def _on_beat_answered(self, push: IncomingPush, event: RenewAnswered) -> None:
-        if isinstance(event.reply, Declined):
+    def _on_heartbeat_answered(self, push: IncomingPush, event: RenewAnswered) -> None:
+        if isinstance(event.reply, messages.Declined):
             if not push.is_known:
                 return  # the prefill leg may be on its way; the deadline bounds the wait
             self._fail(push, event.reply)
@@ -245,22 +233,24 @@ class PushReceiver:
             push.is_admitted = True
             self._context.emit(NotifyEngine())
 
-    def _on_notice(self, push: IncomingPush, notice: Notice) -> None:
+    def _on_notice(self, push: IncomingPush, notice: messages.Notice) -> None:
         match notice:
-            case Admitted():
+            case messages.Admitted():
                 self._admit(push)
-            case Posting():
+            case messages.Posting():
                 if notice.generation == push.generation:
                     self._on_posting(push)
-            case FirstTokenReady() | Written() if notice.digest != push.prompt.digest:
+            case messages.FirstTokenReady() | messages.Written() if (
+                notice.digest != push.prompt.digest
+            ):
                 pass  # of another prompt under this id: the registration is declined
-            case FirstTokenReady():
+            case messages.FirstTokenReady():
                 self._on_first_token(push, _prefill_end(notice))
-            case Written():
+            case messages.Written():
                 self._on_written(push, notice)
-            case Failed():
+            case messages.Failed():
                 self._on_failed(push, notice)
-            case Quiet():
+            case messages.Quiet():
                 self._on_quiet_notice(push, notice.generation)
 
     def _on_posting(self, push: IncomingPush) -> None:
@@ -277,7 +267,7 @@ class PushReceiver:
             push.deadline_s = self._context.now_s() + self._config.receive_timeout_s
         self._step(push, IncomingEvent.FIRST_TOKEN)
 
-    def _on_written(self, push: IncomingPush, notice: Written) -> None:
+    def _on_written(self, push: IncomingPush, notice: messages.Written) -> None:
         if push.state is not IncomingState.ENDED:
             self._on_first_token(push, _prefill_end(notice))
         if notice.generation != push.generation:
@@ -304,7 +294,7 @@ class PushReceiver:
         # The highest generation is written, and the sender lets no older one outlive it.
         self._step(push, IncomingEvent.WRITTEN)
 
-    def _on_failed(self, push: IncomingPush, notice: Failed) -> None:
+    def _on_failed(self, push: IncomingPush, notice: messages.Failed) -> None:
         if notice.is_quiet:
             self._on_quiet(push, push.answered_generation)
         if push.state is IncomingState.ENDED or push.state is IncomingState.CLOSED:
@@ -314,7 +304,7 @@ class PushReceiver:
         if not notice.is_quiet or push.is_unanswered:
             self._step(push, IncomingEvent.FAILED)
             return
-        is_mismatch = notice.reason is FailureReason.MISMATCH
+        is_mismatch = notice.reason is messages.FailureReason.MISMATCH
         self._step(push, IncomingEvent.MISMATCHED if is_mismatch else IncomingEvent.FAILED_QUIET)
 
     def _on_quiet_notice(self, push: IncomingPush, generation: int) -> None:
@@ -353,7 +343,7 @@ class PushReceiver:
         if push.state is PUSH_RECEIVER.final:
             self._incoming.close(push)
 
-    def _act(self, push: IncomingPush, action: IncomingAction) -> None:  # noqa: C901 - one per action
+    def _act(self, push: IncomingPush, action: IncomingAction) -> None:  # noqa: C901 - one an action
         peer, transfer_id = push.peer, push.transfer_id
         match action:
             case IncomingAction.SEND_REGISTER:
@@ -380,8 +370,8 @@ class PushReceiver:
             case IncomingAction.DISCONNECT_PEER:
                 self._context.emit(DisconnectPeer(peer, transfer_id))
 
-    def _registration(self, push: IncomingPush) -> Register:
-        return Register(
+    def _registration(self, push: IncomingPush) -> messages.Register:
+        return messages.Register(
             self._config.instance_id,
             self._config.epoch,
             push.peer.epoch,
@@ -396,5 +386,5 @@ class PushReceiver:
         )
 
 
-def _prefill_end(notice: FirstTokenReady | Written) -> PrefillEnd:
+def _prefill_end(notice: messages.FirstTokenReady | messages.Written) -> PrefillEnd:
     return PrefillEnd(notice.first_token, notice.prefill_end_s, notice.prefill_report)

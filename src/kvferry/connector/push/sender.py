@@ -9,16 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connector.machine.effects import (
-    CountOfferEnd,
+from kvferry.connector.effects import (
     DisconnectReader,
     Notify,
     NotifyEngine,
     PostWrite,
 )
-from kvferry.connector.machine.events import WriteEnded
+from kvferry.connector.events import WriteEnded
 from kvferry.connector.ports import PrefillEnd, PromptIdentity
-from kvferry.connector.push.early import NOT_PUSHED, EarlyRegistrations, find_mismatch
+from kvferry.connector.push.early_registrations import NOT_PUSHED, EarlyRegistrations, find_mismatch
 from kvferry.connector.push.table import (
     ALL_GENERATIONS,
     PUSH_SENDER,
@@ -26,35 +25,16 @@ from kvferry.connector.push.table import (
     OutgoingEvent,
     OutgoingState,
 )
-from kvferry.connector.transfers.context import RoleContext
-from kvferry.connector.transfers.outgoing import End, Outgoing, OutgoingTransfers
+from kvferry.connector.transfers import End, Outgoing, OutgoingTransfers, RoleContext
 from kvferry.errors import CapacityError, LocalProtocolError
+from kvferry.protocol import messages
 from kvferry.protocol.ids import BlockNumber, TransferId
-from kvferry.protocol.messages import (
-    Admitted,
-    Declined,
-    DeclineReason,
-    Failed,
-    FailureReason,
-    FirstTokenReady,
-    Notice,
-    Posting,
-    Quiet,
-    Register,
-    Registered,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Written,
-    decline,
-)
 
 _REASON_OF_END = {
-    OutgoingEvent.WITHDRAWN: FailureReason.ABORTED,
-    OutgoingEvent.EXPIRED: FailureReason.EXPIRED,
-    OutgoingEvent.PRESSURE: FailureReason.PRESSURE,
-    OutgoingEvent.WRITE_FAILED: FailureReason.TRANSPORT,
+    OutgoingEvent.WITHDRAWN: messages.FailureReason.ABORTED,
+    OutgoingEvent.EXPIRED: messages.FailureReason.EXPIRED,
+    OutgoingEvent.PRESSURE: messages.FailureReason.PRESSURE,
+    OutgoingEvent.WRITE_FAILED: messages.FailureReason.TRANSPORT,
 }
 _PREFILL_GOES_ON = (OutgoingState.COMPUTING, OutgoingState.FOLLOWING)
 
@@ -80,16 +60,16 @@ class RunningWrite:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OutgoingPush(Outgoing):
-    """One prefill whose blocks are to be pushed. ``blocks`` are those of now."""
+    """One prefill whose blocks are to be pushed. ``blocks`` are its current ones."""
 
     role: PushSender
     state: OutgoingState = PUSH_SENDER.initial
     num_ready: int = 0
     """Leading positions whose KV is complete, in ``blocks``."""
     next_position: int = 0
-    """Positions before are posted for the registration of now, from whatever blocks."""
+    """Earlier positions are posted for the current registration, from whatever blocks."""
     ready_digests: tuple[bytes, ...] = ()
-    """Where transfers are verified: of the ready positions, as they were when they became so."""
+    """Where transfers are verified: of the ready positions, taken when they became ready."""
     posted_digests: dict[int, bytes] = field(default_factory=dict)
     """The same of what is posted, by position."""
     registration: Registration | None = None
@@ -142,7 +122,7 @@ class PushSender:
         self._block_size_tokens = context.layout.block_size_tokens
         max_inflight_bytes = context.config.max_inflight_bytes
         self._max_running_blocks = max(1, max_inflight_bytes // context.layout.block_bytes)
-        self.early = EarlyRegistrations(context)
+        self.early_registrations = EarlyRegistrations(context)
         self._running_blocks: Counter[str] = Counter()
         self._next_write_id = 1
         self._stopped: list[TransferId] = []
@@ -152,18 +132,18 @@ class PushSender:
         """See ``ConnectorPort.begin_send``."""
         push = OutgoingPush(transfer_id=transfer_id, prompt=prompt, role=self)
         self._outgoing.add(push)
-        self._notify(push, Admitted(transfer_id))
-        if not self.early.begin(transfer_id):
+        self._notify(push, messages.Admitted(transfer_id))
+        if not self.early_registrations.begin(transfer_id):
             self.step(push, OutgoingEvent.RELEASED)
             return
-        early = self.early.pop(transfer_id)
+        early = self.early_registrations.pop(transfer_id)
         if early is None:
             return
         refusal = find_mismatch(prompt, early.message, self._block_size_tokens)
         if refusal is None:
             self._register(push, early.reader, early.message)
         else:
-            self.early.tell_mismatch(transfer_id, refusal.detail)
+            self.early_registrations.tell_mismatch(transfer_id, refusal.detail)
 
     def advance(self, push: OutgoingPush, blocks: Sequence[BlockNumber], num_tokens: int) -> None:
         """See ``ConnectorPort.advance_send``."""
@@ -194,7 +174,7 @@ class PushSender:
             self.step(push, OutgoingEvent.WITHDRAWN)
         elif self._outgoing.end_of(transfer_id) is None:
             # Refused before it began: whoever has registered, or will, need not wait for it.
-            self.early.fail(transfer_id)
+            self.early_registrations.fail(transfer_id)
 
     def take_stopped(self) -> list[TransferId]:
         """See ``ConnectorPort.take_stopped_sends``."""
@@ -202,7 +182,9 @@ class PushSender:
         return stopped
 
     # -- the receiver's messages --------------------------------------------------------------
-    def register(self, reader: str, message: Register) -> Registered | Declined:
+    def register(
+        self, reader: str, message: messages.Register
+    ) -> messages.Registered | messages.Declined:
         """Take in which blocks to fill."""
         push = self._outgoing.find(message.transfer_id, OutgoingPush)
         if push is None:
@@ -211,47 +193,55 @@ class PushSender:
         if refusal is not None:
             return refusal
         if push.state is OutgoingState.DRAINING:
-            return decline(DeclineReason.GONE, "the push was given up")
+            return messages.decline(messages.DeclineReason.GONE, "the push was given up")
         current = push.registration
         is_repeated = current is not None and current.reader == reader
         if current is not None and is_repeated and message.generation <= current.generation:
-            return Registered(current.generation)
+            return messages.Registered(current.generation)
         self._register(push, reader, message)
-        return Registered(message.generation)
+        return messages.Registered(message.generation)
 
-    def _register_without_prefill(self, reader: str, message: Register) -> Registered | Declined:
+    def _register_without_prefill(
+        self, reader: str, message: messages.Register
+    ) -> messages.Registered | messages.Declined:
         end = self._outgoing.end_of(message.transfer_id)
         if end is None:
-            return self.early.put(reader, message)
+            return self.early_registrations.put(reader, message)
         if end.notice is None:
-            return decline(DeclineReason.MISMATCH, NOT_PUSHED)
+            return messages.decline(messages.DeclineReason.MISMATCH, NOT_PUSHED)
         self._context.emit(Notify(message.transfer_id, end.notice))
-        return decline(DeclineReason.GONE, f"the push of {message.transfer_id} has ended")
+        return messages.decline(
+            messages.DeclineReason.GONE, f"the push of {message.transfer_id} has ended"
+        )
 
-    def renew(self, push: OutgoingPush, message: Renew) -> Renewed | Declined:
+    def renew(
+        self, push: OutgoingPush, message: messages.Renew
+    ) -> messages.Renewed | messages.Declined:
         """Answer a heartbeat, repeating the notices that still matter."""
         duration_s = message.duration_s
-        if push.hold_ends_s is not None:
+        if push.lease_ends_s is not None:
             try:
-                duration_s = self._outgoing.renew(push, duration_s)
+                duration_s = self._outgoing.renew_lease(push, duration_s)
             except CapacityError as error:
-                return decline(DeclineReason.PRESSURE, str(error))
+                return messages.decline(messages.DeclineReason.PRESSURE, str(error))
         if push.running and push.registration is not None:
-            self._notify(push, Posting(push.transfer_id, push.registration.generation))
+            self._notify(push, messages.Posting(push.transfer_id, push.registration.generation))
         if push.end is not None:
             self._notify(push, _first_token_notice(push, push.end))
-        return Renewed(duration_s, push.is_admitted)
+        return messages.Renewed(duration_s, push.is_admitted)
 
-    def release(self, push: OutgoingPush, reader: str, message: Release) -> Released:
+    def release(
+        self, push: OutgoingPush, reader: str, message: messages.Release
+    ) -> messages.Released:
         """Take in that the receiver wants no more."""
         is_quiet = all(w.registration.reader != reader for w in push.running.values())
         if push.registration is None or push.is_for(reader):
             self.step(push, OutgoingEvent.RELEASED)
-        return Released(is_quiet)
+        return messages.Released(is_quiet)
 
     def lose_reader(self, reader: str) -> None:
         """``reader`` connects anew: what it had registered before may be another's by now."""
-        self.early.drop_reader(reader)
+        self.early_registrations.drop_reader(reader)
         for push in self._outgoing.of_kind(OutgoingPush):
             if push.is_for(reader):
                 push.detail = "the receiver has connected anew since it registered"
@@ -281,7 +271,7 @@ class PushSender:
 
     def tick(self) -> None:
         """Act on the deadlines that have passed."""
-        self.early.expire()
+        self.early_registrations.expire()
         now_s = self._context.now_s()
         for push in self._outgoing.of_kind(OutgoingPush):
             if now_s >= push.grace_ends_s:
@@ -290,7 +280,7 @@ class PushSender:
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
         deadlines = [p.grace_ends_s for p in self._outgoing.of_kind(OutgoingPush)]
-        early_s = self.early.next_expiry_s()
+        early_s = self.early_registrations.next_expiry_s()
         due_s = min(deadlines + ([] if early_s is None else [early_s]), default=float("inf"))
         return None if due_s == float("inf") else due_s
 
@@ -305,7 +295,7 @@ class PushSender:
             ready = push.blocks[len(known) : push.num_ready]
             push.ready_digests = known + self._context.digests_of(ready)
 
-    def _register(self, push: OutgoingPush, reader: str, message: Register) -> None:
+    def _register(self, push: OutgoingPush, reader: str, message: messages.Register) -> None:
         push.registration = Registration(
             reader,
             message.generation,
@@ -314,7 +304,7 @@ class PushSender:
             message.want_block_digests,
         )
         if message.generation > 0 and not push.running:
-            self._notify(push, Quiet(push.transfer_id, message.generation - 1))
+            self._notify(push, messages.Quiet(push.transfer_id, message.generation - 1))
         self.step(push, OutgoingEvent.REGISTERED)
 
     def _tell_old_generations_quiet(self, push: OutgoingPush, ended: Registration) -> None:
@@ -322,7 +312,7 @@ class PushSender:
         if current is None or ended == current or ended.reader != current.reader:
             return
         if all(w.registration.generation >= current.generation for w in push.running.values()):
-            self._notify(push, Quiet(push.transfer_id, current.generation - 1))
+            self._notify(push, messages.Quiet(push.transfer_id, current.generation - 1))
 
     def step(self, push: OutgoingPush, event: OutgoingEvent) -> None:
         """Take in an event of one push."""
@@ -330,7 +320,7 @@ class PushSender:
         if push.state is PUSH_SENDER.final:
             if self._outgoing.end_of(push.transfer_id) is None:
                 # Said only now: until then a WRITE may have run.
-                nothing = Quiet(push.transfer_id, ALL_GENERATIONS)
+                nothing = messages.Quiet(push.transfer_id, ALL_GENERATIONS)
                 self._outgoing.remember_end(push.transfer_id, End(event.value, nothing))
             self._outgoing.close(push)
 
@@ -343,8 +333,8 @@ class PushSender:
                     push.next_position = push.registration.first_block
             case OutgoingAction.POST_WRITES:
                 self._post_writes(push)
-            case OutgoingAction.HOLD:
-                self._outgoing.hold(push)
+            case OutgoingAction.BEGIN_LEASE:
+                self._outgoing.begin_lease(push)
             case OutgoingAction.LET_GO:
                 self._outgoing.let_go(push)
                 push.num_ready, push.ready_digests = 0, ()
@@ -360,11 +350,11 @@ class PushSender:
             case OutgoingAction.TELL_FAILED:
                 reason = _REASON_OF_END[event]
                 is_quiet = not push.running
-                failed = Failed(push.transfer_id, reason, is_quiet, push.detail[:1024])
+                failed = messages.Failed(push.transfer_id, reason, is_quiet, push.detail[:1024])
                 self._tell_end(push, event, failed)
             case OutgoingAction.TELL_QUIET:
                 generation = push.registration.generation if push.registration else 0
-                self._notify(push, Quiet(push.transfer_id, generation))
+                self._notify(push, messages.Quiet(push.transfer_id, generation))
             case OutgoingAction.START_GRACE:
                 push.grace_ends_s = self._context.now_s() + self._context.config.quarantine_grace_s
             case OutgoingAction.DISCONNECT_READER:
@@ -383,7 +373,7 @@ class PushSender:
         if count <= 0:
             return
         if not push.running:
-            self._notify(push, Posting(push.transfer_id, registration.generation))
+            self._notify(push, messages.Posting(push.transfer_id, registration.generation))
         start, end = push.next_position, push.next_position + count
         local = push.blocks[start:end]
         offset = start - registration.first_block
@@ -400,30 +390,29 @@ class PushSender:
             PostWrite(registration.reader, push.transfer_id, write_id, local, remote)
         )
 
-    def _notify(self, push: OutgoingPush, notice: Notice) -> None:
+    def _notify(self, push: OutgoingPush, notice: messages.Notice) -> None:
         self._context.emit(Notify(push.transfer_id, notice))
 
-    def _tell_end(self, push: OutgoingPush, event: OutgoingEvent, notice: Notice) -> None:
+    def _tell_end(self, push: OutgoingPush, event: OutgoingEvent, notice: messages.Notice) -> None:
         self._outgoing.remember_end(push.transfer_id, End(event.value, notice))
         self._notify(push, notice)
 
     def _count_end(self, push: OutgoingPush, event: OutgoingEvent) -> None:
         outcome = "written" if event is OutgoingEvent.IS_WRITTEN else event.value
-        self._context.count("offer", outcome)
-        self._context.emit(CountOfferEnd(outcome))
+        self._context.count_end("offer", outcome)
 
 
-def _first_token_notice(push: OutgoingPush, end: PrefillEnd) -> FirstTokenReady:
-    return FirstTokenReady(
+def _first_token_notice(push: OutgoingPush, end: PrefillEnd) -> messages.FirstTokenReady:
+    return messages.FirstTokenReady(
         push.transfer_id, end.first_token, push.prompt.digest, end.ended_s, end.report
     )
 
 
-def _written_notice(push: OutgoingPush, end: PrefillEnd) -> Written:
+def _written_notice(push: OutgoingPush, end: PrefillEnd) -> messages.Written:
     registration = push.registration
     first_block = registration.first_block if registration is not None else 0
     generation = registration.generation if registration is not None else 0
-    return Written(
+    return messages.Written(
         push.transfer_id,
         generation,
         first_block,

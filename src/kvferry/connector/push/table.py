@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvferry.connector.machine.table import Rule, Table
+from kvferry.connector.table import Rule, Table
 
 ALL_GENERATIONS = 2**40
 """In a ``quiet``: of a push that has ended, whoever had registered."""
@@ -58,7 +58,7 @@ class OutgoingAction(StrEnum):
 
     RESTART_WRITES = "restart_writes"
     POST_WRITES = "post_writes"
-    HOLD = "hold"
+    BEGIN_LEASE = "begin_lease"
     LET_GO = "let_go"
     STOP_PREFILL = "stop_prefill"
     TELL_FIRST_TOKEN = "tell_first_token"
@@ -88,7 +88,7 @@ PUSH_SENDER: Table[OutgoingState, OutgoingEvent, OutgoingAction] = Table(
         (_S.COMPUTING, _E.REGISTERED): Rule(_S.FOLLOWING, _REGISTER),
         (_S.COMPUTING, _E.ADVANCED): Rule(_S.COMPUTING),
         (_S.COMPUTING, _E.PAUSED): Rule(_S.COMPUTING, (_A.LET_GO,)),
-        (_S.COMPUTING, _E.COMPLETED): Rule(_S.HELD, (_A.HOLD, _A.TELL_FIRST_TOKEN)),
+        (_S.COMPUTING, _E.COMPLETED): Rule(_S.HELD, (_A.BEGIN_LEASE, _A.TELL_FIRST_TOKEN)),
         (_S.COMPUTING, _E.RELEASED): Rule(_S.CLOSED, (_A.STOP_PREFILL, *_LEAVE)),
         (_S.COMPUTING, _E.WITHDRAWN): Rule(_S.CLOSED, _FAIL),
         (_S.FOLLOWING, _E.REGISTERED): Rule(_S.FOLLOWING, _REGISTER),
@@ -96,7 +96,7 @@ PUSH_SENDER: Table[OutgoingState, OutgoingEvent, OutgoingAction] = Table(
         (_S.FOLLOWING, _E.PAUSED): Rule(_S.FOLLOWING, (_A.LET_GO,)),
         (_S.FOLLOWING, _E.WRITE_DONE): Rule(_S.FOLLOWING, (_A.POST_WRITES,)),
         (_S.FOLLOWING, _E.COMPLETED): Rule(
-            _S.FLUSHING, (_A.HOLD, _A.TELL_FIRST_TOKEN, _A.POST_WRITES)
+            _S.FLUSHING, (_A.BEGIN_LEASE, _A.TELL_FIRST_TOKEN, _A.POST_WRITES)
         ),
         (_S.FOLLOWING, _E.WRITE_FAILED): _FAIL_AND_DRAIN,
         (_S.FOLLOWING, _E.RELEASED): Rule(_S.DRAINING, (_A.STOP_PREFILL, *_LEAVE, _A.START_GRACE)),

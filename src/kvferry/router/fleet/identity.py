@@ -17,9 +17,9 @@ from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import ConfigError, RemoteProtocolError
 from kvferry.protocol.compatibility import Compatibility
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
+from kvferry.protocol.keys import NO_USER_KEY_OPTION, OwnKey, UserKeyFile, key_id
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import Mode, PeerAddress
-from kvferry.protocol.user_key import NO_USER_KEY_OPTION, OwnKey, UserKeyFile, key_id
 from kvferry.router.engines import EngineConfig
 from kvferry.router.upstream import Upstream
 

@@ -19,9 +19,9 @@ from msgspec import Meta
 from multidict import CIMultiDict
 
 from kvferry.client.sse import END, EventReader, data_of
+from kvferry.protocol.headers import RECEIVE_HEADER, noted_outcome, without_note
 from kvferry.protocol.ids import TransferId
 from kvferry.protocol.params import Mode, Role
-from kvferry.protocol.receive_note import RECEIVE_HEADER, noted_outcome, without_note
 from kvferry.router import answers
 from kvferry.router.answers import ForwardedStream, end_stream_with_error
 from kvferry.router.fleet.registry import InstanceView

@@ -14,7 +14,7 @@ from aiohttp.web import RequestPayloadError
 
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.observe.log import get_logger
-from kvferry.protocol.client_headers import (
+from kvferry.protocol.headers import (
     MODE_HEADER,
     READ_BACK_HEADER,
     RETENTION_HEADER,

@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError, FerryError, RemoteProtocolError
-from kvferry.protocol.user_key import OwnKey, UserKeyFile, key_id
+from kvferry.protocol.keys import OwnKey, UserKeyFile, key_id
 from kvferry.router.engines import EngineConfig
 from kvferry.router.fleet.identity import Identities, InstanceIdentity
 from kvferry.router.upstream import LegAnswer, Upstream

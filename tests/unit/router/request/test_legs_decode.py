@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.receive_note import stream_note
+from kvferry.protocol.headers import stream_note
 from kvferry.router.request.legs import DecodeEvents, require_whole
 from kvferry.router.upstream import LegFailedError, LegFailure
 

@@ -1,1 +1,0 @@
-"""For how long blocks are promised, and to which readers."""

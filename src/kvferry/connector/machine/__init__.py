@@ -1,1 +1,0 @@
-"""Tables that decide, the events they take and the effects that they lead to. Pure."""

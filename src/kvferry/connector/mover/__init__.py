@@ -1,1 +1,0 @@
-"""The one thread that executes effects and reports events."""
