@@ -1,5 +1,6 @@
 # Every target does its own set-up in .venv; it needs Python >= 3.11, pip and make.
-# Options: PYTHON=python3.12 (for .venv), PYTEST="-k name -x" (for tests), SOAK_S, SOAK_SEED (for soaks).
+# Options: PYTHON=python3.12 (for .venv), PYTEST="-k name -x" and TEST_WORKERS=1 (for tests),
+# SOAK_S, SOAK_SEED (for soaks).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -8,11 +9,12 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 PYTEST ?=
+TEST_WORKERS ?= 3
 SOAK_S ?= 600
 SOAK_SEED ?=
 RUN := .venv/bin/python -m
 
-export PYTHON
+export PYTHON TEST_WORKERS
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -24,8 +26,7 @@ demo: .venv/.ready ## start prefill, decode and router, chat through them, draw 
 	@.venv/bin/kvferry demo
 
 test: .venv/.ready ## every test but the long ones and those with real vLLM
-	@printf '== pytest (without soak, vllm) %s\n' '$(PYTEST)'
-	$(RUN) pytest -q -m 'not soak and not vllm' $(PYTEST)
+	@scripts/run_tests.sh 'not soak and not vllm' $(PYTEST)
 
 test-vllm: .venv/.ready ## the tests with real vLLM, in an environment of its own (3.5 GB, once)
 	@scripts/set_up_vllm.sh
@@ -53,8 +54,8 @@ check: .venv/.ready ## lint, format, types, layers, tables, sizes, docs
 
 soak: .venv/.ready ## the long tests; SOAK_S=seconds each, SOAK_SEED=number to repeat a run
 	@export SOAK_S='$(SOAK_S)' SOAK_SEED="$${SOAK_SEED:-$(or $(SOAK_SEED),$$RANDOM$$RANDOM)}"
-	printf '== pytest -m soak (without vllm): SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
-	$(RUN) pytest -q -m 'soak and not vllm' --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
+	printf '== SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
+	scripts/run_tests.sh 'soak and not vllm' --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
 
 soak-vllm: .venv/.ready ## the long ones with real vLLM; SOAK_S=1800 is about 5,000 requests
 	@scripts/set_up_vllm.sh

@@ -22,7 +22,12 @@ _BOUND_S = 240
 _IDLE_S = 10.0
 _MAX_IDLE_SHARE = 0.02
 
-pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(2 * _BOUND_S)]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.slow,
+    pytest.mark.model,
+    pytest.mark.timeout(2 * _BOUND_S),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,6 +399,7 @@ def test_an_offer_that_nobody_reads_ends_in_time_where_nothing_else_happens() ->
         assert prefill.counter("kvferry_handoffs_total", outcome="expired") == 1
 
 
+@pytest.mark.alone
 def test_an_idle_exchange_leaves_the_core_alone() -> None:
     with pair() as (prefill, decode):
         prefill.offer(TRANSFER)

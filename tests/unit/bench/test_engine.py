@@ -8,6 +8,7 @@ from kvferry.bench.engine import EngineComparison, MeasureOptions, measure_engin
 from tests.support.tiny_model import make_tiny_model
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_every_figure_is_measured(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
