@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.process_forks import ForkedProcess, ProcessForks
@@ -32,14 +32,19 @@ class NamespaceForks(ProcessForks):
     def __init__(self) -> None:
         self._launchers: list[subprocess.Popen[bytes]] = []
 
-    def start(self, arguments: Sequence[str], log_path: Path) -> ForkedProcess:
+    def start(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> ForkedProcess:
         with log_path.open("ab") as log:
             launcher = subprocess.Popen(
                 [*IN_PID_NAMESPACE, sys.executable, "-c", _RUN, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
             )
         self._launchers.append(launcher)
         return NamespacedProcess(only_child(launcher.pid))

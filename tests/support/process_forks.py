@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PRELOADED = (
@@ -28,7 +28,8 @@ _PRELOADED = (
     "kvferry.server.run",
     "transformers.models.llama.modeling_llama",
 )
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
+"""Of what imports everything, on busy cores."""
 _ROOT = Path(__file__).parents[2]
 """Where `tests` can be imported from."""
 
@@ -62,22 +63,38 @@ class ForkedProcess:
 
 
 class ProcessForks:
-    """The process that is forked from. Its children die with it, and it with this one."""
+    """The process that is forked from. Its children die with it, and it with this one.
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    ``program`` is one that calls ``serve_forks``.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", __name__),
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid())],
+            [*program, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )
 
-    def start(self, arguments: Sequence[str], log_path: Path) -> ForkedProcess:
-        """Run ``kvferry`` with ``arguments``, its output appended to ``log_path``."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> ForkedProcess:
+        """Run the program with ``arguments``, its output appended to ``log_path``.
+
+        ``environment`` is added to that of the process that is forked from.
+        """
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the process to fork from has no pipes")
-        line = json.dumps({"arguments": list(arguments), "log": str(log_path)})
+        order = {"arguments": list(arguments), "log": str(log_path)}
+        line = json.dumps(order | {"environment": dict(environment or {})})
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
@@ -93,11 +110,14 @@ class ProcessForks:
                 pipe.close()
 
 
-def _serve(parent_pid: int) -> None:
+def serve_forks(
+    parent_pid: int, modules: Sequence[str], run: Callable[[Sequence[str]], int]
+) -> None:
+    """Import ``modules``; then have a child ``run`` each order from standard input."""
     from kvferry.cluster.child import die_with_parent
 
     die_with_parent(parent_pid)
-    for module in _PRELOADED:
+    for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
@@ -109,13 +129,13 @@ def _serve(parent_pid: int) -> None:
         pid = os.fork()
         if pid == 0:
             die_with_parent(own_pid)
-            _become(order["arguments"], order["log"])
+            _take_place(order["log"], order["environment"])
+            _end(run(order["arguments"]))
         os.write(1, f"{pid}\n".encode())
 
 
-def _become(arguments: Sequence[str], log_path: str) -> None:
-    from kvferry.cli.main import run
-
+def _take_place(log_path: str, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -123,11 +143,19 @@ def _become(arguments: Sequence[str], log_path: str) -> None:
     os.dup2(nothing, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code = run(arguments)
+
+
+def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
+def _run(arguments: Sequence[str]) -> int:
+    from kvferry.cli.main import run
+
+    return run(arguments)
+
+
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    serve_forks(int(sys.argv[1]), _PRELOADED, _run)

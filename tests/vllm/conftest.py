@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.engine.bundled_model import bundled_model_dir
+from tests.support.process_forks import ProcessForks
 from tests.vllm.asking import Client, Question, open_session, random_tokens
-from tests.vllm.serving import VllmServer, idle_share, running, start
+from tests.vllm.serving import VllmServer, idle_share, running, start, start_forks
 
 LENGTHS = (
     1, 2, 5, 17, 64, 65, 100, 127, 128, 129, 192, 200,
@@ -38,7 +39,8 @@ class Plain:
 class Pairs:
     """The pair that runs, if any: modules that want the same settings share it."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, forks: ProcessForks, model: Path, folder: Path) -> None:
+        self._forks = forks
         self._model = model
         self._folder = folder
         self._key = ""
@@ -60,8 +62,8 @@ class Pairs:
     def _start(self, arguments: tuple[str, ...], config: Mapping[str, object]) -> Pair:
         extra = {**TEST_CONFIG, **config}
         prefill, decode = (
-            start(name, self._model, self._folder, *CHUNKS, *arguments, core=core,
-                  extra_config=extra)
+            start(self._forks, name, self._model, self._folder, *CHUNKS, *arguments,
+                  core=core, extra_config=extra)
             for core, name in enumerate(("prefill", "decode"))
         )  # fmt: skip
         self._stack.enter_context(running(prefill, decode))
@@ -69,7 +71,7 @@ class Pairs:
 
 
 def _is_running(pair: Pair) -> bool:
-    return all(server.process.poll() is None for server in pair)
+    return all(server.process.is_alive for server in pair)
 
 
 def _settings_key(arguments: tuple[str, ...], config: Mapping[str, object]) -> str:
@@ -100,11 +102,19 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+def vllm_forks() -> Iterator[ProcessForks]:
+    """Starts ``vllm serve`` in a moment."""
+    forks = start_forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def plain(vllm_forks: ProcessForks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """One plain vLLM, asked before there is a pair."""
     folder = tmp_path_factory.mktemp("plain")
     questions = [Question(random_tokens(n, seed)) for seed, n in enumerate(LENGTHS)]
-    with running(start("plain", model, folder, *CHUNKS)) as (server,):
+    with running(start(vllm_forks, "plain", model, folder, *CHUNKS)) as (server,):
         return Plain(asyncio.run(_answers(server, questions)), idle_share(server))
 
 
@@ -122,12 +132,15 @@ async def _answers(server: VllmServer, questions: list[Question]) -> Answers:
 
 @pytest.fixture(scope="session")
 def pairs(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    vllm_forks: ProcessForks,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pairs]:
     """Started after the plain one has ended, where any test asks for that one."""
     if any("plain" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("plain")
-    pairs = Pairs(model, tmp_path_factory.mktemp("pairs"))
+    pairs = Pairs(vllm_forks, model, tmp_path_factory.mktemp("pairs"))
     try:
         yield pairs
     finally:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,13 @@ from kvferry.client.metrics_text import metric_total
 from kvferry.cluster.leftovers import shared_memory_of
 from kvferry.cluster.vllm_process import NO_BUSY_WAIT_FOLDER, kill_session, session_members
 from kvferry.protocol.params import PeerAddress
+from tests.support.process_forks import ForkedProcess, ProcessForks
 from tests.vllm.asking import ask_instance
 
 ROOT = Path(__file__).parents[2]
 READY_S = 240.0
 STOP_S = 30.0
-IDLE_S = 20.0
+IDLE_S = 10.0
 _OF_RANKS = "-cpushm_"
 """What vLLM's tensor-parallel workers share on a CPU; vLLM itself leaves it behind."""
 
@@ -56,25 +56,21 @@ class VllmServer:
     """One ``vllm serve``. ``control_port`` is 0 for one without the plugin."""
 
     name: str
+    forks: ProcessForks
     port: int
     control_port: int
     log_path: Path
     command: list[str]
+    """After ``vllm``."""
     core: int
     num_ranks: int = 1
-    process: subprocess.Popen[bytes] = dataclasses.field(init=False)
+    process: ForkedProcess = dataclasses.field(init=False)
 
     def begin(self) -> None:
         """Start it, or start it again: on the same ports, as another process."""
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(self.core, self.num_ranks),
-                # What ends a group of processes must not end the tests with it.
-                start_new_session=True,
-            )
+        self.process = self.forks.start(
+            self.command, self.log_path, _cores(self.core, self.num_ranks)
+        )
 
     @property
     def url(self) -> str:
@@ -88,7 +84,7 @@ class VllmServer:
     def wait_ready(self) -> None:
         deadline_s = time.monotonic() + READY_S
         while not self._is_healthy():
-            assert self.process.poll() is None, self.log()
+            assert self.process.is_alive, self.log()
             assert time.monotonic() < deadline_s, self.log()
             time.sleep(0.2)
 
@@ -115,7 +111,7 @@ class VllmServer:
         """End all of the server's processes at once."""
         shared = self._shared_memory()
         self.send(signal.SIGKILL)
-        self.process.wait(STOP_S)
+        assert self.process.wait(STOP_S)
         left = self._wait_gone(shared)
         for path in left:
             path.unlink(missing_ok=True)  # Nobody was left to do so.
@@ -123,12 +119,10 @@ class VllmServer:
     def stop(self) -> None:
         """End the server, by force where it takes too long. Nothing of it may be left."""
         shared = self._shared_memory()
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
-        self.send(signal.SIGKILL)
+        self.process.send(signal.SIGTERM)
         self.process.wait(STOP_S)
+        self.send(signal.SIGKILL)
+        assert self.process.wait(STOP_S)
         left = self._wait_gone(shared)
         for path in [path for path in left if _OF_RANKS in path.name]:
             path.unlink()
@@ -179,6 +173,7 @@ class VllmServer:
 
 
 def start(
+    forks: ProcessForks,
     name: str,
     model: Path,
     folder: Path,
@@ -190,7 +185,7 @@ def start(
     """Start a server on one core for each rank; with ``extra_config`` it has the plugin."""
     port, control_port = free_port(), 0
     command = [
-        str(environment_folder() / "bin" / "vllm"), "serve", str(model),
+        "serve", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
         "--max-num-seqs", "16", "--tensor-parallel-size", str(num_ranks), *arguments,
@@ -198,7 +193,9 @@ def start(
     if extra_config is not None:
         control_port = free_ports(num_ranks)
         command += ["--kv-transfer-config", _transfer_config(control_port, extra_config)]
-    server = VllmServer(name, port, control_port, folder / f"{name}.log", command, core, num_ranks)
+    server = VllmServer(
+        name, forks, port, control_port, folder / f"{name}.log", command, core, num_ranks
+    )
     server.begin()
     return server
 
@@ -234,16 +231,24 @@ def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> s
     )
 
 
-def _environment(core: int, num_ranks: int) -> dict[str, str]:
+def start_forks() -> ProcessForks:
+    """Import vLLM in a process that servers are forked from."""
+    python = environment_folder() / "bin" / "python"
+    return ProcessForks(_environment(), (str(python), "-m", "tests.vllm.warm_vllm"))
+
+
+def _cores(core: int, num_ranks: int) -> dict[str, str]:
     num_cores = os.cpu_count() or 1
     cores = [str((core + rank) % num_cores) for rank in range(num_ranks)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
+
+
+def _environment() -> dict[str, str]:
     return {
-        **os.environ,
         # The sources that are tested, whatever the environment has installed.
         "PYTHONPATH": os.pathsep.join((str(NO_BUSY_WAIT_FOLDER), str(ROOT / "src"))),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",

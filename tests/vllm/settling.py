@@ -27,7 +27,7 @@ async def have_all_run(*servers: VllmServer) -> None:
     """Have those go on that were stopped, and start those again that were killed."""
     for server in servers:
         server.send(signal.SIGCONT)
-        if server.process.poll() is not None:
+        if not server.process.is_alive:
             server.begin()
     for server in servers:
         await asyncio.to_thread(server.wait_ready)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.process_forks import ProcessForks
 from tests.vllm.adapters import make_base_model, tiny_question
 from tests.vllm.asking import Client, ask_instance
 from tests.vllm.conftest import CHUNKS, TEST_CONFIG
@@ -22,7 +23,8 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 class World:
     """One prefill instance at a time, and decode instances beside it that come and go."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, forks: ProcessForks, model: Path, folder: Path) -> None:
+        self.forks = forks
         self.model = model
         self.folder = folder
 
@@ -31,8 +33,8 @@ class World:
         self, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()
     ) -> Iterator[tuple[VllmServer, VllmServer]]:
         first, second = (
-            start(name, self.model, self.folder, *CHUNKS, *arguments, core=core,
-                  extra_config=TEST_CONFIG)
+            start(self.forks, name, self.model, self.folder, *CHUNKS, *arguments,
+                  core=core, extra_config=TEST_CONFIG)
             for core, (name, arguments) in enumerate((("prefill", prefill), ("decode", decode)))
         )  # fmt: skip
         with running(first, second):
@@ -40,8 +42,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(make_base_model(tmp_path / "model"), tmp_path)
+def world(vllm_forks: ProcessForks, tmp_path: Path) -> World:
+    return World(vllm_forks, make_base_model(tmp_path / "model"), tmp_path)
 
 
 async def _outcome(client: Client, prefill: VllmServer, decode: VllmServer) -> str:

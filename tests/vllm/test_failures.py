@@ -148,5 +148,3 @@ async def test_a_killed_decode_instance_lets_prefill_free_its_blocks(
     with contextlib.suppress(Exception):
         await leg
     await wait_whole(client, prefill)
-    decode.begin()
-    decode.wait_ready()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.process_forks import ProcessForks
 from tests.vllm.adapters import ADAPTER, AdapterQuestion, make_base_model, question, write_adapter
 from tests.vllm.asking import (
     Client,
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lora_pair(folder: Path) -> Iterator[Pair]:
+def lora_pair(vllm_forks: ProcessForks, folder: Path) -> Iterator[Pair]:
     """Adapter "a" with other weights on prefill than on decode; "same" with the same on both."""
     model = make_base_model(folder / "model")
     write_adapter(folder / "prefill-a", 1)
@@ -40,7 +41,7 @@ def lora_pair(folder: Path) -> Iterator[Pair]:
         write_adapter(folder / f"{name}-same", 3)
     prefill, decode = (
         start(
-            name, model, folder, *CHUNKS, *_LORA, "--lora-modules",
+            vllm_forks, name, model, folder, *CHUNKS, *_LORA, "--lora-modules",
             f"{ADAPTER}={folder / name}-a", f"same={folder / name}-same",
             core=core, extra_config=TEST_CONFIG,
         )

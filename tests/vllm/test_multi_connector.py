@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.engine.bundled_model import bundled_model_dir
+from tests.support.process_forks import ProcessForks
 from tests.vllm.asking import (
     Client,
     Question,
@@ -26,7 +27,7 @@ from tests.vllm.settling import wait_whole
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def _start(name: str, core: int, folder: Path) -> VllmServer:
+def _start(forks: ProcessForks, name: str, core: int, folder: Path) -> VllmServer:
     control_port = free_port()
     ferry = {
         "kv_connector": "FerryConnector",
@@ -51,15 +52,18 @@ def _start(name: str, core: int, folder: Path) -> VllmServer:
         # The other one writes no prompt that is computed in several chunks.
         "--max-num-batched-tokens", "4096",
     )  # fmt: skip
-    server = start(name, bundled_model_dir(), folder, *arguments, core=core)
+    server = start(forks, name, bundled_model_dir(), folder, *arguments, core=core)
     server.control_port = control_port
     return server
 
 
 @pytest.fixture(scope="module")
-def multi_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def multi_pair(
+    vllm_forks: ProcessForks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("multi")
-    with running(*(_start(name, core, folder) for core, name in enumerate(("P", "D")))) as servers:
+    started = (_start(vllm_forks, n, core, folder) for core, n in enumerate(("P", "D")))
+    with running(*started) as servers:
         prefill, decode = servers
         yield prefill, decode
 

@@ -59,7 +59,7 @@ async def _right_again(router: RunningRouter, question: Question, expected: list
 def _inflict(fault: str, server: VllmServer) -> None:
     match fault:
         case "told to end":
-            server.process.terminate()
+            server.process.send(signal.SIGTERM)
         case "killed":
             server.kill()
         case _:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.process_forks import ProcessForks
 from tests.support.tiny_model import TINY_VOCABULARY_SIZE, TinyShape, make_tiny_model
 from tests.vllm.asking import (
     Client,
@@ -49,7 +50,9 @@ def ranked_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(
-    ranked_model: Path, tmp_path_factory: pytest.TempPathFactory
+    vllm_forks: ProcessForks,
+    ranked_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Answers, Answers]:
     """Prompts, and the turns of a conversation, with what a plain server answers."""
 
@@ -67,13 +70,14 @@ def expected(
             return answers, turns
 
     folder = tmp_path_factory.mktemp("ranked-plain")
-    server = start("plain", ranked_model, folder, *CHUNKS, num_ranks=_NUM_RANKS)
+    server = start(vllm_forks, "plain", ranked_model, folder, *CHUNKS, num_ranks=_NUM_RANKS)
     with running(server):
         return asyncio.run(ask(server))
 
 
 @pytest.fixture(scope="module")
 def ranked(
+    vllm_forks: ProcessForks,
     ranked_model: Path,
     expected: tuple[Answers, Answers],
     tmp_path_factory: pytest.TempPathFactory,
@@ -81,7 +85,7 @@ def ranked(
     """A prefill and a decode instance, after the plain one has ended."""
     folder = tmp_path_factory.mktemp("ranked-pair")
     prefill, decode = (
-        start(name, ranked_model, folder, *CHUNKS, core=core, num_ranks=_NUM_RANKS,
+        start(vllm_forks, name, ranked_model, folder, *CHUNKS, core=core, num_ranks=_NUM_RANKS,
               extra_config=TEST_CONFIG)
         for core, name in enumerate(("prefill", "decode"))
     )  # fmt: skip
