@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import msgspec
 from aiohttp import web
@@ -23,7 +23,7 @@ from kvferry.router.metrics import Outcome
 from kvferry.router.request.plan import ANYBODY, choose_decode
 from kvferry.router.request.run import run
 from kvferry.router.request.state import RequestState, Tools
-from kvferry.router.upstream import LegAnswer, LegFailedError, closing_leg
+from kvferry.router.upstream import LegAnswer, LegFailedError
 
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 _CUT_TIMEOUT_S = 1.0
@@ -152,7 +152,7 @@ class Routes:
 
         async def ask(url: str) -> LegAnswer:
             response = await upstream.post(url, request.path, body, headers)
-            with closing_leg(response):
+            with closing(response):
                 return await upstream.read_all(response)
 
         return await self._pass_on(request, ask)

@@ -10,7 +10,7 @@ import enum
 import errno
 import io
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import aiohttp
@@ -126,6 +126,7 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """Send ``body`` and return the answer once its headers are there; close it when done.
 
+        Unless it was read whole by then, that closes the connection, so that the instance notices.
         Raises ``LegFailedError``.
         """
         data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
@@ -183,27 +184,8 @@ class Upstream:
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _mapped(error) from error
-        with closing_leg(response):
+        with closing(response):
             return await self.read_all(response)
-
-
-class closing_leg:
-    """Ends a leg at the end of the block.
-
-    The connection is closed unless the answer was read whole, so that the instance notices.
-    """
-
-    __slots__ = ("_response",)
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    def __enter__(self) -> aiohttp.ClientResponse:
-        return self._response
-
-    def __exit__(self, *exception: object) -> None:
-        # Closing does nothing to a connection that went back to the pool at the answer's end.
-        self._response.close()
 
 
 def require_well(answer: LegAnswer) -> LegAnswer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -50,27 +49,6 @@ class PromptTip:
 NO_TIP = PromptTip((), 0, b"")
 
 
-class PromptPrefix(Protocol):
-    """A prompt that may be the continuation of one that is remembered."""
-
-    @property
-    def tip(self) -> PromptTip:
-        """Its own end."""
-        ...
-
-    def digest_at(self, length: int) -> Digest | None:
-        """Return the digest of its first ``length`` units; None where it is shorter."""
-        ...
-
-    def keys_beyond(self, length: int) -> Sequence[Digest]:
-        """Return what a remembered prompt longer than ``length`` is found by, longest first."""
-        ...
-
-    def finer_keys(self, key: Digest | None) -> Sequence[Digest]:
-        """Return keys a little longer than ``key``, longest first; None stands for the start."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class MessagePrefix:
     """A chat; its unit is the message. Without any, nothing is recognised by it."""
@@ -80,7 +58,7 @@ class MessagePrefix:
 
     @property
     def tip(self) -> PromptTip:
-        """All messages."""
+        """Its own end: all messages."""
         if not self.digests:
             return NO_TIP
         is_whole = len(self.digests) < MAX_PIECES
@@ -114,7 +92,7 @@ class TextPrefix:
 
     @property
     def tip(self) -> PromptTip:
-        """All of the text."""
+        """Its own end: all of the text."""
         length = len(self.text)
         fine_length = length - length % FINE_PIECE_BYTES
         if not fine_length:
@@ -133,7 +111,10 @@ class TextPrefix:
         return self.digests[length // PIECE_BYTES + 1 :][::-1]
 
     def finer_keys(self, key: Digest | None) -> Sequence[Digest]:
-        """Return the digests of the fine pieces between ``key`` and the next whole piece."""
+        """Return the digests of the fine pieces between ``key`` and the next whole piece.
+
+        The longest first; None stands for the start.
+        """
         start = 0 if key is None else self.digests.index(key) * PIECE_BYTES
         end = min(start + PIECE_BYTES - 1, len(self.text))
         end -= end % FINE_PIECE_BYTES
@@ -143,6 +124,10 @@ class TextPrefix:
         number, num_rest = divmod(length, PIECE_BYTES)
         digest = self.digests[number]
         return _chained(digest, self.text[length - num_rest : length]) if num_rest else digest
+
+
+PromptPrefix = MessagePrefix | TextPrefix
+"""A prompt that may be the continuation of one that is remembered."""
 
 
 def prefix_of(body: ParsedBody, root: Digest) -> PromptPrefix:

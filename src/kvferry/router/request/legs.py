@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Annotated, Any
 
 import aiohttp
@@ -33,7 +33,6 @@ from kvferry.router.upstream import (
     LegAnswer,
     LegFailedError,
     LegFailure,
-    closing_leg,
     require_well,
 )
 
@@ -257,7 +256,7 @@ async def run_prefill_leg(
                     response = await tools.upstream.post(
                         view.url, state.request.path, body, headers
                     )
-                with closing_leg(response):
+                with closing(response):
                     if on_progress is not None and _is_event_stream(response.headers):
                         answer = await _read_progress(state, response, wait, on_progress)
                     else:
@@ -332,7 +331,7 @@ class DecodeLeg:
                     response = await self._tools.upstream.post(
                         self.view.url, self._state.request.path, body, headers
                     )
-                self._ends.enter_context(closing_leg(response))
+                self._ends.enter_context(closing(response))
                 if response.status == 200 and _is_event_stream(response.headers):
                     await self._begin_stream(response)
                 else:

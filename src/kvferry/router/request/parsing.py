@@ -37,7 +37,6 @@ class ParsedBody:
     traits: RequestTraits
     as_it_came: bytes | None
     """The client's bytes; None where a field was changed since."""
-    had_transfer_params: bool = False
 
     @property
     def encoded(self) -> bytes:
@@ -47,13 +46,6 @@ class ParsedBody:
     def with_text(self, name: str, text: str) -> ParsedBody:
         """Return this body with ``text`` as field ``name``; all other fields as they were."""
         fields = self.fields | {name: msgspec.Raw(msgspec.json.encode(text))}
-        return replace(self, fields=fields, as_it_came=None)
-
-    def without(self, name: str) -> ParsedBody:
-        """Return this body without the field ``name``; all other fields as they were."""
-        if name not in self.fields:
-            return self
-        fields = {key: value for key, value in self.fields.items() if key != name}
         return replace(self, fields=fields, as_it_came=None)
 
 
@@ -83,7 +75,7 @@ def parse_body(body: bytes) -> ParsedBody:
         num_choices=max(_count(fields, "n"), _count(fields, "best_of")),
         num_prompts=_num_prompts(fields.get("prompt")),
     )
-    return ParsedBody(fields, traits, None if was_stripped else body, was_stripped)
+    return ParsedBody(fields, traits, None if was_stripped else body)
 
 
 def strip_transfer_params(fields: dict[str, msgspec.Raw]) -> bool:

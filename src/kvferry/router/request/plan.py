@@ -157,14 +157,15 @@ def choose_decode(
         senders = [view for view in snapshot.prefill if view.url == sender_url]
         partners = senders if sender_url else _able(snapshot.prefill, (), must_push)
         candidates = _fitting(able, partners)
-    scorers = ("inflight", "free_blocks") if must_push and request.is_pushed_by_load else ()
-    if not request.prefers_holder:
-        return Choice(_best(request, candidates, scorers), None, bool(able and not candidates))
-    return Choice(
-        _best(request, candidates, ("holder", *scorers)),
-        _holder_choice(request, candidates),
-        bool(able and not candidates),
-    )
+    scorers: tuple[str, ...] = ()
+    if must_push and request.is_pushed_by_load:
+        scorers = ("inflight", "free_blocks")
+    holder = None
+    if request.prefers_holder:
+        scorers = ("holder", *scorers)
+        holder = _holder_choice(request, candidates)
+    has_only_others = bool(able and not candidates)
+    return Choice(_best(request, candidates, scorers), holder, has_only_others)
 
 
 def _why_plain(traits: RequestTraits) -> PlainReason | None:

@@ -121,26 +121,24 @@ class RequestState:
         ``failure``: that of the last prefill leg; None: no instance was left.
         """
         is_full = failure is not None and failure.cause is LegFailure.OVERLOADED
-        if is_full and failure is not None and failure.answer is not None:
-            self.finish(Outcome.OVERLOADED, answers.passed_on(failure.answer, self.request_id))
-        elif self.tools.config.on_prefill_failure is not OnPrefillFailure.ERROR:
-            self.plain_reason = plain_reason
+        if is_full or self.tools.config.on_prefill_failure is OnPrefillFailure.ERROR:
+            self._finish_with_failure(Role.PREFILL, failure)
         else:
-            self._finish_with_failure(Role.PREFILL, failure, Outcome.PREFILL_FAILED)
+            self.plain_reason = plain_reason
 
     def finish_without_decode(self, failure: LegFailedError | None) -> None:
         """Answer with the last decode leg's failure; None: no instance was left."""
-        is_full = failure is not None and failure.cause is LegFailure.OVERLOADED
-        outcome = Outcome.OVERLOADED if is_full else Outcome.DECODE_FAILED
-        self._finish_with_failure(Role.DECODE, failure, outcome)
+        self._finish_with_failure(Role.DECODE, failure)
 
-    def _finish_with_failure(
-        self, role: Role, failure: LegFailedError | None, outcome: Outcome
-    ) -> None:
+    def _finish_with_failure(self, role: Role, failure: LegFailedError | None) -> None:
+        is_prefill = role is Role.PREFILL
+        outcome = Outcome.PREFILL_FAILED if is_prefill else Outcome.DECODE_FAILED
         if failure is None:
             self.finish_with_error(Outcome.NO_INSTANCE, answers.no_instance(role.value))
         elif failure.answer is not None:
-            self.finish(outcome, answers.passed_on(failure.answer, self.request_id))
+            is_full = failure.cause is LegFailure.OVERLOADED
+            response = answers.passed_on(failure.answer, self.request_id)
+            self.finish(Outcome.OVERLOADED if is_full else outcome, response)
         elif failure.cause is LegFailure.TIMEOUT:
             limit_s = self.tools.config.prefill_timeout_s
             self.finish_with_error(Outcome.TIMEOUT, answers.timed_out(role.value, limit_s))
