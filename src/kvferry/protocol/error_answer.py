@@ -1,13 +1,17 @@
 """An error as clients see it, in OpenAI's form ``{"error": {message, type, param, code}}``.
 
-Instances and routers answer with it. Knows no HTTP library, and not which error deserves what.
+Instances and routers answer with it. Does not know which error deserves what.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,14 @@ class ErrorAnswer:
         """Return one server-sent event that carries the same body."""
         return b"data: " + self.encoded() + b"\n\n"
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of an HTTP answer that is nothing but this error."""
-        headers = {"Content-Type": "application/json"}
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(self.retry_after_s)
-        return headers
+    def as_response(self) -> web.Response:
+        """Return the whole HTTP answer."""
+        from aiohttp import web  # only servers have it loaded
+
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return web.Response(
+            status=self.status,
+            body=self.encoded(),
+            content_type="application/json",
+            headers=headers,
+        )

@@ -6,59 +6,17 @@ Knows no policy, and not why a stream ends.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
 from kvferry.client.dialects import hide_transfer_params
 from kvferry.errors import RequestError
+from kvferry.protocol.error_answer import ErrorAnswer
 from kvferry.router.headers import answer_headers
 from kvferry.router.upstream import LegAnswer
 
 RETRY_AFTER_S = 1
 _END_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorAnswer:
-    """An error for the client; ``retry_after_s`` becomes ``Retry-After``."""
-
-    status: int
-    message: str
-    kind: str
-    code: str
-    param: str | None = None
-    retry_after_s: int | None = None
-
-    def encoded(self) -> bytes:
-        """Return the JSON body."""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.kind,
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
-
-    def as_event(self) -> bytes:
-        """Return one server-sent event that carries the same body."""
-        return b"data: " + self.encoded() + b"\n\n"
-
-    def as_response(self) -> web.Response:
-        """Return the whole HTTP answer."""
-        headers = {}
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(self.retry_after_s)
-        return web.Response(
-            status=self.status,
-            body=self.encoded(),
-            content_type="application/json",
-            headers=headers,
-        )
 
 
 def of_request_error(error: RequestError) -> ErrorAnswer:

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -120,30 +120,28 @@ class Delta:
     """Progress of a prefill leg; such a delta adds nothing to the choice."""
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One choice, from its first output to its end."""
 
-    def __init__(
-        self,
-        index: int,
-        request: EngineRequest,
-        stream: DetokenizerStream,
-        options: ChoiceOptions,
-    ) -> None:
-        self.index = index
-        self.request = request
-        self.token_ids: list[int] = []
-        self.report: RequestReport | None = None
-        self.handoff: KvTransferParams | None = None
-        self._stream = stream
-        self._options = options
-        self._matcher = StopMatcher(options.stop_strings, include_stop=options.include_stop)
-        self._matched_stop: str | None = None
-        self._texts: list[str] = []
-        self._num_chars = 0
-        self._logprobs: list[TokenLogprob] = []
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
+    index: int
+    request: EngineRequest
+    stream: DetokenizerStream
+    options: ChoiceOptions
+    token_ids: list[int] = field(default_factory=list)
+    report: RequestReport | None = None
+    handoff: KvTransferParams | None = None
+    _matcher: StopMatcher = field(init=False)
+    _matched_stop: str | None = None
+    _texts: list[str] = field(default_factory=list)
+    _num_chars: int = 0
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _finish_reason: FinishReason | None = None
+    _stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        stops = self.options.stop_strings
+        self._matcher = StopMatcher(stops, include_stop=self.options.include_stop)
 
     @property
     def is_finished(self) -> bool:
@@ -168,7 +166,7 @@ class Choice:
         if output.token_id is None and finish_reason is None and not text:
             return None
         # With a report wanted the end is told with it, when the engine has stopped.
-        if self.needs_abort and output.finish_reason is None and self._options.wants_report:
+        if self.needs_abort and output.finish_reason is None and self.options.wants_report:
             finish_reason, stop_reason = None, None
         return self._add(
             Delta(
@@ -227,11 +225,11 @@ class Choice:
         text = ""
         if output.token_id is not None:
             is_stop_token = output.stop_token_id == output.token_id
-            if not is_stop_token or self._options.include_stop:
-                text = self._stream.step(output.token_id)
+            if not is_stop_token or self.options.include_stop:
+                text = self.stream.step(output.token_id)
         if output.finish_reason is not None:
-            text += self._stream.finish()
-        if self._num_tokens_with(output) <= self._options.min_tokens:
+            text += self.stream.finish()
+        if self._num_tokens_with(output) <= self.options.min_tokens:
             certain, stop = text, None
         else:
             certain, stop = self._matcher.feed(text)
@@ -242,55 +240,50 @@ class Choice:
     def _end_of(self, output: TokenOutput) -> tuple[FinishReason | None, int | str | None]:
         if self._matched_stop is not None:
             return FinishReason.STOP, self._matched_stop
-        if output.stop_token_id in self._options.stop_token_ids:
+        if output.stop_token_id in self.options.stop_token_ids:
             return output.finish_reason, output.stop_token_id
         return output.finish_reason, None
 
 
+@dataclass(slots=True)
 class RequestMeter:
     """Counts a request that the engine has taken, and notes when its tokens come."""
 
-    def __init__(
-        self,
-        metrics: EngineMetrics,
-        read_backs: ReadBackTotals,
-        clock: Clock,
-        num_prompt_tokens: int,
-    ) -> None:
-        self._metrics = metrics
-        self._read_backs = read_backs
-        self._clock = clock
-        self._num_prompt_tokens = num_prompt_tokens
-        self._began_s = 0.0
-        self._last_token_s: dict[int, float] = {}
+    metrics: EngineMetrics
+    read_backs: ReadBackTotals
+    clock: Clock
+    num_prompt_tokens: int
+    _began_s: float = 0.0
+    _last_token_s: dict[int, float] = field(default_factory=dict)
+    """By choice."""
 
     def begin(self) -> None:
         """The engine has taken the request."""
-        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
-        self._began_s = self._clock.monotonic_s()
+        self.metrics.prompt_tokens.inc(self.num_prompt_tokens)
+        self._began_s = self.clock.monotonic_s()
 
     def note(self, deltas: Sequence[tuple[Choice, Delta]]) -> None:
         """Count what has just come."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         for choice, delta in deltas:
             if delta.token_ids:
                 self._note_token(choice.index, now_s)
             if delta.finish_reason is not None:
-                self._metrics.request_success.labels(delta.finish_reason.value).inc()
-                self._metrics.e2e_request_latency_s.observe(now_s - self._began_s)
+                self.metrics.request_success.labels(delta.finish_reason.value).inc()
+                self.metrics.e2e_request_latency_s.observe(now_s - self._began_s)
             prefill = delta.report.prefill if delta.report is not None else None
             # On decode it is what the other instance has said of itself, and has counted.
             is_own = delta.report is not None and not delta.report.mode
             if is_own and prefill is not None and prefill.read_back_outcome:
-                self._read_backs.add(prefill)
+                self.read_backs.add(prefill)
 
     def _note_token(self, choice: int, now_s: float) -> None:
-        self._metrics.generation_tokens.inc()
+        self.metrics.generation_tokens.inc()
         last_s = self._last_token_s.get(choice)
         if last_s is None:
-            self._metrics.time_to_first_token_s.observe(now_s - self._began_s)
+            self.metrics.time_to_first_token_s.observe(now_s - self._began_s)
         else:
-            self._metrics.inter_token_latency_s.observe(now_s - last_s)
+            self.metrics.inter_token_latency_s.observe(now_s - last_s)
         self._last_token_s[choice] = now_s
 
 

@@ -54,10 +54,6 @@ class Instance:
         """
         self.parts.close()
 
-    def abandon(self) -> None:
-        """End the exchange only: the engine's thread does not stop, so its memory stays."""
-        self.exchange.close()
-
 
 def build_instance(config: InstanceConfig, clock: Clock) -> Instance:
     """Load the model and start the engine and the exchange; takes seconds.

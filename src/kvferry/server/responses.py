@@ -80,8 +80,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
                 _log.error("request failed", extra={"fields": fields})
             case _:
                 _log.exception("unexpected error", extra={"fields": {"path": request.path}})
-        answer = answer_for(error)
-        return web.Response(status=answer.status, body=answer.encoded(), headers=answer.headers)
+        return answer_for(error).as_response()
 
 
 def json_response(payload: Mapping[str, object]) -> web.Response:

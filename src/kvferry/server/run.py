@@ -57,7 +57,8 @@ def run_instance(config: InstanceConfig, clock: Clock, on_ready: OnReady) -> Non
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             uvloop.run(_serve_until_signal(instance, clock, on_ready))
         except EngineStuckError:
-            instance.abandon()
+            # Its thread does not stop, so its memory stays.
+            instance.exchange.close()
             raise
         except BaseException:
             instance.close()

@@ -14,6 +14,7 @@ from aiohttp.web import RequestPayloadError
 
 from kvferry.errors import LocalProtocolError, RequestError
 from kvferry.observe.log import get_logger
+from kvferry.protocol.error_answer import ErrorAnswer
 from kvferry.protocol.headers import (
     MODE_HEADER,
     READ_BACK_HEADER,
@@ -22,7 +23,7 @@ from kvferry.protocol.headers import (
 )
 from kvferry.protocol.params import Mode, Role
 from kvferry.router import answers
-from kvferry.router.answers import ErrorAnswer, client_is_gone, end_stream_with_error
+from kvferry.router.answers import client_is_gone, end_stream_with_error
 from kvferry.router.config import DecodeChoice, RouteMode
 from kvferry.router.fleet.registry import InstanceView
 from kvferry.router.headers import wanted_mode, wanted_read_back, wanted_retention_s

@@ -11,10 +11,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.clock import Clock
+from kvferry.protocol.error_answer import ErrorAnswer
 from kvferry.protocol.ids import TransferId, new_transfer_id
 from kvferry.protocol.params import Role
 from kvferry.router import answers
-from kvferry.router.answers import ErrorAnswer
 from kvferry.router.config import OnPrefillFailure, RouterConfig
 from kvferry.router.fleet.registry import Fleet, InstanceView
 from kvferry.router.history.keys import Recogniser
