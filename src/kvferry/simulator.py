@@ -22,6 +22,7 @@ from aiohttp import web
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.errors import RequestError
 from kvferry.options import check_options, option
+from kvferry.protocol.params import MAX_PORT
 
 Json = dict[str, Any]
 _BYTES_PER_TOKEN = 1024
@@ -50,7 +51,7 @@ class SimulatorConfig:
         choices=DIALECTS,
     )
     host: str = option("127.0.0.1", "Address that HTTP is served on.")
-    port: int = option(0, "0 takes a free port.", minimum=0, maximum=65_535)
+    port: int = option(0, "0 takes a free port.", minimum=0, maximum=MAX_PORT)
     instance_id: str = option("simulated", "Its name, and its model's.")
     prefill_ms: float = option(5.0, "To compute any prompt.", minimum=0)
     prefill_ms_per_token: float = option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import click
 
-from kvferry.cli.lazy_group import LazyCommand, LazyGroup
+from kvferry.cli.main import LazyCommand, LazyGroup
 from kvferry.cli.record_file import write_record
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import click
 from kvferry.cli.engine_simulate import simulate
 from kvferry.cli.options import log_level_option, options, ready_file_option
 from kvferry.cli.record_file import write_json
-from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.connector.config import ExchangeConfig
 from kvferry.engine.config import EngineConfig
-from kvferry.protocol.keys import KeyChoice
+from kvferry.protocol.keys import KeyChoice, is_loopback
 from kvferry.server.config import HttpConfig, InstanceConfig
 
 if TYPE_CHECKING:

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from kvferry.errors import ConfigError, RequestError
 from kvferry.options import REQUIRED, check_options, option
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
-from kvferry.protocol.keys import UserKeyFile
-from kvferry.protocol.keys import is_loopback as is_loopback
+from kvferry.protocol.keys import MIN_KEY_BYTES, UserKeyFile, is_loopback
 from kvferry.protocol.messages import MAX_NAME_CHARS
-from kvferry.protocol.params import PeerAddress, is_port
+from kvferry.protocol.params import MAX_PORT, PeerAddress, is_port
 
-MIN_CLUSTER_KEY_BYTES = 32
-MAX_PORT = 65_535
 DEFAULT_RECOMPUTE_THRESHOLD_TOKENS = 64
 
 
@@ -124,8 +121,8 @@ class ExchangeConfig:
         check_options(self)
         if len(self.instance_id) > MAX_NAME_CHARS:
             raise ConfigError(f"instance_id must have at most {MAX_NAME_CHARS} characters")
-        if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_BYTES:
-            raise ConfigError(f"the cluster key must have at least {MIN_CLUSTER_KEY_BYTES} bytes")
+        if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
+            raise ConfigError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
         if not self.has_cluster_key and not is_loopback(self.control_host):
             raise ConfigError(
                 f"the control address {self.control_host} is reachable from other hosts: set a "

@@ -39,7 +39,7 @@ REPORT_FIELD = "kv_report"
 
 _Count = Annotated[int, Meta(ge=0, le=2**40)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]
-_MAX_PORT = 65_535
+MAX_PORT = 65_535
 _MISSPELLING_RATIO = 0.8
 _MAX_PORT_DIGITS = 5
 
@@ -72,7 +72,7 @@ class OnFailure(enum.StrEnum):
 def is_port(text: str) -> bool:
     """Return whether ``text`` is the number of a TCP port, 0 excluded."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_PORT_DIGITS
-    return is_number and 0 < int(text) <= _MAX_PORT
+    return is_number and 0 < int(text) <= MAX_PORT
 
 
 class PeerAddress(msgspec.Struct, frozen=True):

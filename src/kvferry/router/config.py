@@ -10,6 +10,7 @@ from kvferry.errors import ConfigError
 from kvferry.options import REQUIRED, check_options, option
 from kvferry.protocol.headers import DEFAULT_RETENTION_S
 from kvferry.protocol.keys import UserKeyFile
+from kvferry.protocol.params import MAX_PORT
 from kvferry.router.engines import EngineConfig, normalise_url
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -138,7 +139,7 @@ class RouterConfig:
         parse=_split,
     )
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65_535)
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=MAX_PORT)
     cluster_key: bytes | None = None
     """Signs the legs that carry transfer parameters, and is asked for at control ports; None leaves
     legs unsigned."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from kvferry.client.engine_kinds import EngineKind, NixlAddress
 from kvferry.errors import ConfigError
 from kvferry.options import REQUIRED, option
+from kvferry.protocol.params import is_port
 
 _Value = TypeVar("_Value")
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s@]+):[0-9]{1,5}")
@@ -18,7 +19,6 @@ _NIXL = re.compile(
     r"(?P<engine_id>[^@\s]{1,256})@(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s@]+):(?P<port>[0-9]{1,5})"
     r"(?:/tp(?P<tp_size>[1-9][0-9]{0,3}))?"
 )
-_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,23 +126,17 @@ def _require_different(control_addresses: Mapping[str, str]) -> None:
 
 
 def _control_address(text: str) -> str:
-    if not _ENDPOINT.fullmatch(text) or _port(text) is None:
+    if not _ENDPOINT.fullmatch(text) or not is_port(text.rpartition(":")[2]):
         raise ConfigError(f"--control: {text!r} is not of the form tcp://HOST:PORT")
     return text
 
 
 def _nixl_address(text: str) -> NixlAddress:
     match = _NIXL.fullmatch(text)
-    port = None if match is None else _port(match["port"])
-    if match is None or port is None:
+    if match is None or not is_port(match["port"]):
         raise ConfigError(f"--nixl: {text!r} is not of the form ENGINE_ID@HOST:PORT or .../tpN")
     host = match["host"].removeprefix("[").removesuffix("]")
-    return NixlAddress(match["engine_id"], host, port, int(match["tp_size"] or 1))
-
-
-def _port(text: str) -> int | None:
-    port = int(text.rpartition(":")[2])
-    return port if 0 < port <= _MAX_PORT else None
+    return NixlAddress(match["engine_id"], host, int(match["port"]), int(match["tp_size"] or 1))
 
 
 def normalise_url(text: str) -> str:

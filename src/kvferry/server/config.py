@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.connector.config import MAX_PORT, ExchangeConfig, is_loopback
+from kvferry.connector.config import ExchangeConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.errors import ConfigError
 from kvferry.options import check_options, option
+from kvferry.protocol.keys import is_loopback
+from kvferry.protocol.params import MAX_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

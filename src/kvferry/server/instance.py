@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from kvferry.blocks.pool import BlockPool
 from kvferry.blocks.retention import RenewingBlocks, RetentionTable
 from kvferry.clock import Clock
-from kvferry.connector.config import is_loopback
 from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.engine.bundled_model import resolve_model
 from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.compatibility import Compatibility
+from kvferry.protocol.keys import is_loopback
 from kvferry.server.config import InstanceConfig
 from kvferry.transport.base import MemoryKind, MemoryRegion, Transport
 from kvferry.transport.registry import create_transport, default_transport

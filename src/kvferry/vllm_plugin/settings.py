@@ -12,13 +12,13 @@ from typing import Any
 from kvferry.blocks.retention import RetentionLimits
 from kvferry.connector.config import (
     DEFAULT_RECOMPUTE_THRESHOLD_TOKENS,
-    MAX_PORT,
     ExchangeConfig,
 )
 from kvferry.errors import ConfigError
 from kvferry.options import check_options, option, read_options, same_as
 from kvferry.protocol.ids import Epoch, InstanceId, new_epoch
 from kvferry.protocol.keys import KeyChoice, is_loopback
+from kvferry.protocol.params import MAX_PORT
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.clock import SystemClock
-from kvferry.connector.config import ExchangeConfig, is_loopback
+from kvferry.connector.config import ExchangeConfig
 from kvferry.connector.exchange import Exchange, ExchangeMemory
 from kvferry.connector.ports import HISTORY_MODE, ConnectorPort, PrefillEnd, ReceiveOutcome
 from kvferry.errors import FerryError, LocalProtocolError
@@ -21,6 +21,7 @@ from kvferry.observe.log import get_logger
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.compatibility import Compatibility, KVLayout
 from kvferry.protocol.ids import BlockNumber, RequestId, TransferId
+from kvferry.protocol.keys import is_loopback
 from kvferry.protocol.params import Mode
 from kvferry.protocol.prefill_result import FirstToken
 from kvferry.transport.base import MemoryRegion, Transport

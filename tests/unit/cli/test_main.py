@@ -7,7 +7,7 @@ import pytest
 
 from kvferry import __version__
 from kvferry.cli import main as cli_main
-from kvferry.cli.lazy_group import LazyCommand, LazyGroup
+from kvferry.cli.main import LazyCommand, LazyGroup
 from kvferry.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.config import endpoint, is_loopback
+from kvferry.connector.config import endpoint
 from kvferry.errors import ConfigError
 from kvferry.protocol.keys import UserKeyFile
 from tests.unit.connector.conftest import make_config
@@ -31,16 +31,6 @@ def test_refused(changes: dict[str, object], message: str) -> None:
 
 def test_other_hosts_are_fine_with_a_key() -> None:
     assert make_config(control_host="0.0.0.0", cluster_key=b"k" * 32).control_host == "0.0.0.0"
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_loopback(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example", ""])
-def test_not_loopback(host: str) -> None:
-    assert not is_loopback(host)
 
 
 def test_ipv6_endpoints_have_brackets() -> None:

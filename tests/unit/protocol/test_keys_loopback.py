@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.keys import is_local_address
+from kvferry.protocol.keys import is_local_address, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,13 @@ from kvferry.protocol.keys import is_local_address
 )
 def test_what_is_on_loopback(address: str, is_local: bool) -> None:
     assert is_local_address(address) is is_local
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example", ""])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
