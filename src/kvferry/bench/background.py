@@ -17,7 +17,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer
+from kvferry.bench.client import CompletionClient, StreamedAnswer
 from kvferry.bench.plan import LAST_TOKEN_ID, arm_orders, draw_tokens, require, tokens_body
 from kvferry.bench.report import (
     RATIO_LEGEND,
@@ -29,6 +29,7 @@ from kvferry.bench.report import (
     sample_fields,
     values,
 )
+from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
 

@@ -14,40 +14,17 @@ import aiohttp
 import msgspec
 
 from kvferry.client.http_client import HttpClient
+from kvferry.client.kv_report import KvReport
 from kvferry.client.sse import END, EventReader, data_of
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError, PeerUnreachableError
 from kvferry.protocol.headers import MODE_HEADER
 from kvferry.protocol.params import REPORT_FIELD
-from kvferry.protocol.prefill_result import PrefillReport
 
 _MAX_ERROR_CHARS = 500
 _MAX_ANSWER_S = 300.0
 """Of an answer that is not streamed."""
 _NO_HEADERS: Mapping[str, str] = {}
-
-
-class KvReport(msgspec.Struct, frozen=True):
-    """What an instance says of one request. Times are monotonic seconds of its host."""
-
-    arrived_s: float | None = None
-    prefill_end_s: float | None = None
-    first_token_s: float | None = None
-    kv_ready_s: float | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_received_tokens: int = 0
-    num_computed_prompt_tokens: int = 0
-    num_received_bytes: int = 0
-    transport: str = ""
-    mode: str = ""
-    """How the KV was to come from a peer, ``pull`` or ``push``; empty if it was not."""
-    receive_outcome: str = ""
-    num_preemptions: int = 0
-    prefill: PrefillReport | None = None
-    """What prefill says of its own part; None where another instance did not hand over."""
-    samples_first_token: bool = False
-    """Whether decode takes a step of its own for the first token; the client knows, no instance."""
 
 
 class _Delta(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.client import Asker, KvReport, StreamedAnswer
+from kvferry.bench.client import Asker, StreamedAnswer
 from kvferry.bench.plan import (
     LAST_TOKEN_ID,
     MIN_ANSWER_TOKENS,
@@ -33,6 +33,7 @@ from kvferry.bench.report import (
     paired_ratio,
     sample_fields,
 )
+from kvferry.client.kv_report import KvReport
 from kvferry.errors import ConfigError, MeasurementError
 
 

@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.bench.client import CompletionClient, KvReport, StreamedAnswer, TimedAnswer
+from kvferry.bench.client import CompletionClient, StreamedAnswer, TimedAnswer
 from kvferry.bench.turns import SESSION_HEADER
 from kvferry.client.dialects import Json, Peer, dialect_of
 from kvferry.client.engine_kinds import EngineKind
+from kvferry.client.kv_report import KvReport
 from kvferry.client.metrics_text import metric_total
 from kvferry.client.nixl_history import NixlHistory
 from kvferry.errors import MeasurementError

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.bench.client import Asker, KvReport, StreamedAnswer
+from kvferry.bench.client import Asker, StreamedAnswer
 from kvferry.bench.plan import LAST_TOKEN_ID, arm_rotations, draw_tokens, require, require_sane
+from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
 from kvferry.protocol.headers import READ_BACK_HEADER

@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.client.dialects import Json, KvferryDialect
 from kvferry.client.http_client import Reply
+from kvferry.client.kv_report import KvReport
 from kvferry.doctor.facts import HandoffPlan, HandoffSample, InstanceFacts, PairFacts
 from kvferry.doctor.handoff_checks import CLIENT_NOISE_S, seems_slow
 from kvferry.doctor.questions import Questions
@@ -267,20 +268,11 @@ def _failed(outcomes: list[str]) -> str:
     return next((outcome for outcome in outcomes if outcome != RECEIVED), "")
 
 
-class _Report(msgspec.Struct, frozen=True):
-    """Of kvferry's ``kv_report``; times are monotonic seconds of the target's host."""
-
-    arrived_s: float = 0.0
-    kv_ready_s: float | None = None
-    num_received_bytes: int = 0
-    receive_outcome: str = ""
-
-
 class _Answer(msgspec.Struct, frozen=True):
-    kv_report: _Report
+    kv_report: KvReport
 
 
-def _report_in(answer: Reply) -> _Report:
+def _report_in(answer: Reply) -> KvReport:
     try:
         return msgspec.json.decode(answer.body, type=_Answer).kv_report
     except msgspec.MsgspecError as error:
@@ -296,7 +288,7 @@ def _require_received(answer: Reply) -> None:
 
 def _reported(answer: Reply, num_tokens: int) -> list[HandoffSample]:
     report = _report_in(answer)
-    if not report.num_received_bytes or report.kv_ready_s is None:
+    if not report.num_received_bytes or report.arrived_s is None or report.kv_ready_s is None:
         return []
     return [
         HandoffSample(
