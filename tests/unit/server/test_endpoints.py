@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.blocks.pool import PoolSnapshot
+from kvferry.protocol.params import PrefillReport
 from kvferry.server.config import HttpConfig
 from tests.unit.server.fakes import IDLE, ScriptedEngine, says, serve
 
@@ -177,3 +178,42 @@ async def test_an_unexpected_error_is_not_shown_to_clients(
     assert body["error"]["message"] == "internal error; see the server's log"
     assert any(record.exc_info for record in caplog.records)
     assert "secret" not in caplog.text
+
+
+async def test_what_is_retained_and_read_back_is_told_as_json_and_as_metrics() -> None:
+    engine = ScriptedEngine()
+    engine.state = replace(
+        IDLE,
+        num_receiving=1,
+        pool=replace(IDLE.pool, num_retained=5, num_retained_evicted=2),
+        num_conversations=3,
+        retention_ends={"expired": 4},
+    )
+    async with serve(engine) as served:
+        totals = served.service.figures.read_backs
+        for outcome, num_read in (("received", 70), ("gone", 0), ("gone", 0)):
+            report = PrefillReport(
+                num_read_back_tokens=num_read, num_computed_tokens=9, read_back_outcome=outcome
+            )
+            totals.add(report)
+        async with served.client.get("/kvferry/instance") as response:
+            shown = await response.json()
+        for _ in range(2):
+            async with served.client.get("/metrics") as response:
+                lines = (await response.text()).splitlines()
+    assert shown["num_requests_waiting"] == 1
+    assert shown["retained"] == {
+        "num_conversations": 3,
+        "num_blocks": 5,
+        "share": 0.5,
+        "num_evicted": 2,
+        "ends": {"expired": 4},
+    }
+    assert shown["read_back"] == {
+        "num_tokens": 70,
+        "num_bytes": 0,
+        "outcomes": {"received": 1, "gone": 2},
+        "recomputed_tokens": {"gone": 18},
+    }
+    assert "kvferry_read_back_tokens_total 70.0" in lines
+    assert 'kvferry_recomputed_tokens_total{reason="gone"} 18.0' in lines
