@@ -50,6 +50,8 @@ class Option:
     """Says what is taken where the default alone does not say it."""
     none_word: str = ""
     """How None is written, where that is another choice than to give nothing."""
+    is_list: bool = False
+    """The items of a tuple are written as one text, with commas between them."""
     parse: Callable[[Any], Any] | None = None
     """Makes the field's value of what the command line gives; may raise ``ConfigError``."""
 

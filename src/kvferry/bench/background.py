@@ -32,6 +32,7 @@ from kvferry.bench.report import (
 from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
+from kvferry.options import option
 
 _STREAM_PROMPT_TOKENS = 64
 _ARRIVAL_TOKENS = 2
@@ -59,13 +60,12 @@ class BackgroundPlan:
     """What runs, what arrives, how long. Durations in seconds."""
 
     num_streams: int = 4
-    arrivals_per_s: float = 10.0
-    length_tokens: int = 2048
+    arrivals_per_s: float = option(10.0, "Prompts that arrive in a second.", flag="--rate")
+    length_tokens: int = option(2048, "Tokens of arriving prompts.", flag="--background-length")
     """Of each arriving prompt, less its last token. A cache of whole blocks then lacks just that
     one where this is a multiple of the block size: nobody computes more than one token."""
-    window_s: float = 5.0
-    rounds: int = 8
-    """Windows of each arm that count; one round before does not."""
+    window_s: float = option(5.0, "Seconds of one arm at a time.")
+    rounds: int = option(8, "Windows of each arm; one round before does not count.")
     num_moving: int = 12
     """Prompts that take turns in ``pull`` and ``push``: more than decode's pool can keep."""
     num_held: int = 2

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from kvferry.bench.client import Asker, StreamedAnswer
 from kvferry.bench.plan import (
-    LAST_TOKEN_ID,
     MIN_ANSWER_TOKENS,
     arm_orders,
     draw_tokens,
+    last_token_id_option,
     require_lengths,
     require_sane,
     tokens_body,
@@ -35,6 +35,7 @@ from kvferry.bench.report import (
 )
 from kvferry.client.kv_report import KvReport
 from kvferry.errors import ConfigError, MeasurementError
+from kvferry.options import option
 
 
 class Arm(enum.StrEnum):
@@ -90,15 +91,16 @@ class Targets:
 class HandoffPlan:
     """What is asked, and how often."""
 
-    arms: tuple[Arm, ...] = DEFAULT_ARMS
-    lengths_tokens: tuple[int, ...] = (512, 2048)
-    repeats: int = 30
-    """Requests of each length and arm that count."""
-    warmups: int = 2
-    """Further ones before, of each length and arm, that do not."""
-    max_tokens: int = 12
-    last_token_id: int = LAST_TOKEN_ID
-    """Prompts are of ids up to this."""
+    arms: tuple[Arm, ...] = option(
+        DEFAULT_ARMS, f"Which of {', '.join(Arm)} to interleave.", is_list=True
+    )
+    lengths_tokens: tuple[int, ...] = option(
+        (512, 2048), "Prompt tokens.", flag="--lengths", is_list=True
+    )
+    repeats: int = option(30, "Requests of each length and arm.")
+    warmups: int = option(2, "Further ones before that do not count.")
+    max_tokens: int = option(12, "Tokens of each answer.")
+    last_token_id: int = last_token_id_option()
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""

@@ -8,12 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from kvferry.errors import ConfigError
+from kvferry.options import option
 
 Item = TypeVar("Item")
 LAST_TOKEN_ID = 40_000
 MIN_ANSWER_TOKENS = 4
 """A decode step is measured after two tokens."""
 _FIRST_TOKEN_ID = 1_000
+
+
+def last_token_id_option() -> int:
+    """Return a plan's field: its prompts are drawn up to this id."""
+    return option(LAST_TOKEN_ID, "Prompts are of ids up to this.")
 
 
 def require(is_met: bool, refusal: str) -> None:

@@ -15,10 +15,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.bench.client import Asker, StreamedAnswer
-from kvferry.bench.plan import LAST_TOKEN_ID, arm_rotations, draw_tokens, require, require_sane
+from kvferry.bench.plan import (
+    arm_rotations,
+    draw_tokens,
+    last_token_id_option,
+    require,
+    require_sane,
+)
 from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
+from kvferry.options import option
 from kvferry.protocol.headers import READ_BACK_HEADER
 from kvferry.protocol.prefill_result import PrefillReport
 
@@ -95,15 +102,11 @@ class TurnsPlan:
     """What is asked, and how often."""
 
     shapes: tuple[Shape, ...]
-    answer_tokens: int = 16
-    """Of every answer."""
-    arms: tuple[TurnArm, ...] = tuple(TurnArm)
-    repeats: int = 5
-    """Conversations of each shape and arm that count."""
-    warmups: int = 1
-    """Further ones before, of each shape and arm, that do not."""
-    last_token_id: int = LAST_TOKEN_ID
-    """Prompts are of ids up to this."""
+    arms: tuple[TurnArm, ...] = option(tuple(TurnArm), "Which of them to interleave.", is_list=True)
+    answer_tokens: int = option(16, "Tokens of each answer.", minimum=1)
+    repeats: int = option(5, "Conversations of each kind and arm.")
+    warmups: int = option(1, "Further ones before that do not count.")
+    last_token_id: int = last_token_id_option()
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""

@@ -20,10 +20,10 @@ import msgspec
 from kvferry.bench.client import StreamedAnswer
 from kvferry.bench.legs_client import LegsAnswer, LegsClient
 from kvferry.bench.plan import (
-    LAST_TOKEN_ID,
     MIN_ANSWER_TOKENS,
     arm_rotations,
     draw_tokens,
+    last_token_id_option,
     require,
     require_lengths,
     require_sane,
@@ -43,6 +43,7 @@ from kvferry.client.dialects import Json
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.client.nixl_history import NixlHistory
 from kvferry.errors import MeasurementError
+from kvferry.options import option
 from kvferry.protocol.params import PeerAddress, Role
 
 _NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
@@ -149,18 +150,19 @@ _TURN_ARMS = (VllmArm.FERRY_RECOMPUTE, VllmArm.FERRY_READ_BACK, VllmArm.NIXL_REA
 class VllmPlan:
     """What is asked, and how often."""
 
-    arms: tuple[VllmArm, ...] = tuple(VllmArm)
-    lengths_tokens: tuple[int, ...] = (64, 512, 2048, 4096)
-    """Of the prompts whose handoff is measured."""
-    history_tokens: int = 2048
-    """Of the turns: the prompt before and its answer."""
-    new_tokens: int = 100
-    repeats: int = 8
+    arms: tuple[VllmArm, ...] = option(tuple(VllmArm), "What to compare.", is_list=True)
+    lengths_tokens: tuple[int, ...] = option(
+        (64, 512, 2048, 4096), "Prompt tokens of handoffs.", flag="--lengths", is_list=True
+    )
+    history_tokens: int = option(
+        2048, "Tokens of history of second turns, the answer included.", flag="--history"
+    )
+    new_tokens: int = option(100, "New tokens of second turns.")
+    repeats: int = option(8, "Requests of each length and arm.")
     rounds: int = 2
     """In how many starts of each deployment the repeats are done, where not all fit at once."""
-    max_tokens: int = 12
-    last_token_id: int = LAST_TOKEN_ID
-    """Prompts are of ids up to this."""
+    max_tokens: int = option(12, "Tokens of each answer.")
+    last_token_id: int = last_token_id_option()
 
     def __post_init__(self) -> None:
         """Refuse a plan that measures nothing. Raises ``ConfigError``."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -49,49 +48,6 @@ bench = LazyGroup(
 )
 
 
-class Listed(click.ParamType[tuple[Item, ...]], Generic[Item]):
-    """An option's type: items separated by commas; a wrong one is refused as ``described``."""
-
-    def __init__(self, name: str, item: Callable[[str], Item], described: str) -> None:
-        self.name = name
-        self._item = item
-        self._described = described
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Item, ...]:
-        """Return the items."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(self._item(part.strip()) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of {self._described}", param, ctx)
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
-
-
-TOKEN_COUNTS = Listed("N,N…", _count, "positive numbers like 512,2048")
-
-
-def arms_option(arms: type[enum.StrEnum], default: Sequence[str] = ()) -> Decorator:
-    """Return ``--arms``: some of ``arms``, by default all of them."""
-    return click.option(
-        "--arms",
-        type=Listed("ARM,ARM…", arms, ", ".join(arms)),
-        default=",".join(default or arms),
-        show_default=True,
-        help=f"Which of {', '.join(arms)} to interleave.",
-    )
-
-
-last_token_id_option = click.option(
-    "--last-token-id", default=40_000, show_default=True, help="Prompts are of ids up to this."
-)
 seed_option = click.option(
     "--seed", default=1, show_default=True, help="Seed of what is drawn at random."
 )

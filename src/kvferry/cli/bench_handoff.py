@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,7 +21,6 @@ from kvferry.bench.background import (
     report_background,
 )
 from kvferry.bench.handoff import (
-    DEFAULT_ARMS,
     Arm,
     HandoffPlan,
     HandoffSample,
@@ -30,11 +30,8 @@ from kvferry.bench.handoff import (
 )
 from kvferry.bench.legs_client import LegsTargets
 from kvferry.cli.bench import (
-    TOKEN_COUNTS,
-    arms_option,
     decode_url_option,
     engine_option,
-    last_token_id_option,
     legs_of,
     open_asker,
     open_client,
@@ -43,6 +40,7 @@ from kvferry.cli.bench import (
     url_option,
 )
 from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
+from kvferry.cli.options import options
 from kvferry.cli.record_file import json_option
 from kvferry.client.engine_kinds import VLLM_KINDS
 from kvferry.clock import SystemClock
@@ -65,12 +63,7 @@ _SPARE_TURNS = 3
 @click.option(
     "--prefill-url", "prefill_urls", multiple=True, help="Prefill instance, where vLLM runs."
 )
-@arms_option(Arm, DEFAULT_ARMS)
-@click.option("--lengths", type=TOKEN_COUNTS, default="512,2048", help="Prompt tokens.")
-@click.option("--repeats", default=30, help="Requests of each length and arm.")
-@click.option("--warmups", default=2, help="Further ones that do not count.")
-@click.option("--max-tokens", default=12, help="Tokens of each answer.")
-@last_token_id_option
+@options(HandoffPlan, "plan")
 @seed_option
 @click.option(
     "--background",
@@ -78,10 +71,7 @@ _SPARE_TURNS = 3
     type=click.IntRange(1),
     help="Measure the TPOT of this many running decodes instead, while handoffs arrive.",
 )
-@click.option("--background-length", default=2048, help="Tokens of arriving prompts.")
-@click.option("--rate", default=10.0, help="Prompts that arrive in a second.")
-@click.option("--window-s", default=5.0, help="Seconds of one arm at a time.")
-@click.option("--rounds", default=8, help="Windows of each arm.")
+@options(BackgroundPlan, "background", build=dict)
 @json_option
 @topology_options
 @click.option(
@@ -100,17 +90,9 @@ def handoff(
     engine: str,
     prefill_urls: tuple[str, ...],
     decode_url: str | None,
-    arms: tuple[Arm, ...],
-    lengths: tuple[int, ...],
-    repeats: int,
-    warmups: int,
-    max_tokens: int,
-    last_token_id: int,
+    plan: HandoffPlan,
     num_streams: int | None,
-    background_length: int,
-    rate: float,
-    window_s: float,
-    rounds: int,
+    background: dict[str, Any],
     link: str,
     seed: int,
     json_path: Path | None,
@@ -126,28 +108,15 @@ def handoff(
     targets = _targets(url, late_url, plain_url, legs)
     if targets is not None and (num_streams is not None or link != "auto"):
         raise click.UsageError("--background and --link need a deployment of their own, not --url")
-    plan = HandoffPlan(
-        arms=arms,
-        lengths_tokens=lengths,
-        repeats=repeats,
-        warmups=warmups,
-        max_tokens=max_tokens,
-        last_token_id=last_token_id,
-    )
     topology = _linked(topology, link)
     if num_streams is not None:
-        background = BackgroundPlan(
-            num_streams=num_streams,
-            length_tokens=background_length,
-            arrivals_per_s=rate,
-            window_s=window_s,
-            rounds=rounds,
-            last_token_id=last_token_id,
+        running = BackgroundPlan(
+            num_streams=num_streams, last_token_id=plan.last_token_id, **background
         )
-        _run_background(topology, background, seed=seed, verbose=verbose, json_path=json_path)
+        _run_background(topology, running, seed=seed, verbose=verbose, json_path=json_path)
         return
     if legs is not None:
-        _require_moves(arms, legs)
+        _require_moves(plan.arms, legs)
     if targets is not None:
         samples = run_to_end(_measure(targets, plan, seed, legs))
     else:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.bench import TOKEN_COUNTS, dtype_option, seed_option, show
+from kvferry.cli.bench import dtype_option, seed_option, show
+from kvferry.cli.options import Listed
 from kvferry.cli.record_file import json_option
 from kvferry.cluster.child import pin
 from kvferry.cluster.topology import DEFAULT_MODEL
@@ -18,7 +19,7 @@ from kvferry.cluster.topology import DEFAULT_MODEL
 @click.command(context_settings={"show_default": True})
 @click.argument("model", default=DEFAULT_MODEL)
 @click.option("--rounds", default=5, help="Rounds of all arms.")
-@click.option("--lengths", type=TOKEN_COUNTS, default="512,2048", help="Prompt tokens.")
+@click.option("--lengths", type=Listed(int), default="512,2048", help="Prompt tokens.")
 @dtype_option
 @click.option("--core", type=int, help="Core to run on.  [default: the last one]")
 @seed_option

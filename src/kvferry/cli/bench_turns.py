@@ -7,6 +7,7 @@ import random
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,7 +15,6 @@ from kvferry.bench.legs_client import LegsTargets
 from kvferry.bench.turns import (
     PlainCopy,
     Shape,
-    TurnArm,
     TurnSample,
     TurnsBench,
     TurnsPlan,
@@ -24,12 +24,8 @@ from kvferry.bench.turns import (
 )
 from kvferry.bench.turns_report import draw_ttft, report_turns, require_drawing
 from kvferry.cli.bench import (
-    TOKEN_COUNTS,
-    Decorator,
-    arms_option,
     decode_url_option,
     engine_option,
-    last_token_id_option,
     legs_of,
     open_asker,
     seed_option,
@@ -37,6 +33,7 @@ from kvferry.cli.bench import (
     url_option,
 )
 from kvferry.cli.deployment import run_to_end, topology_options, with_deployment
+from kvferry.cli.options import Decorator, Listed, options
 from kvferry.cli.record_file import json_option
 from kvferry.client.engine_kinds import EngineKind
 from kvferry.clock import SystemClock
@@ -65,20 +62,16 @@ def _length_option(name: str, help_text: str, least: int = 1) -> Decorator:
     help="Prefill instance of it, started with --enable-dev-endpoints (vLLM: with "
     "VLLM_SERVER_DEV_MODE=1); repeatable, give all.",
 )
-@arms_option(TurnArm)
+@options(TurnsPlan, "plan_fields", build=dict)
 @_length_option("turns", "Turns of a conversation.", 2)
 @_length_option("first_length", "Tokens of its first prompt.")
 @_length_option("turn_tokens", "New tokens of each later turn, beside the answer before it.")
 @click.option(
     "--histories",
-    type=TOKEN_COUNTS,
+    type=Listed(int),
     help="Instead: two-turn conversations, the second with just this history, answer included.",
 )
 @_length_option("new_tokens", "With --histories: new tokens of the second turn.")
-@click.option("--answer-tokens", type=click.IntRange(1), default=16, help="Tokens of each answer.")
-@click.option("--repeats", default=5, help="Conversations of each kind and arm.")
-@click.option("--warmups", default=1, help="Further ones that do not count.")
-@last_token_id_option
 @seed_option
 @json_option
 @click.option(
@@ -96,12 +89,8 @@ def turns(
     decode_url: str | None,
     url: str | None,
     prefill_urls: tuple[str, ...],
-    arms: tuple[TurnArm, ...],
+    plan_fields: dict[str, Any],
     histories: tuple[int, ...] | None,
-    answer_tokens: int,
-    repeats: int,
-    warmups: int,
-    last_token_id: int,
     seed: int,
     json_path: Path | None,
     picture_path: Path | None,
@@ -114,14 +103,8 @@ def turns(
     """
     legs = legs_of(engine, prefill_urls, decode_url)
     targets = _targets(url, prefill_urls, legs)
-    plan = TurnsPlan(
-        arms=arms,
-        shapes=_shapes(lengths, histories, answer_tokens),
-        answer_tokens=answer_tokens,
-        repeats=repeats,
-        warmups=warmups,
-        last_token_id=last_token_id,
-    )
+    shapes = _shapes(lengths, histories, plan_fields["answer_tokens"])
+    plan = TurnsPlan(shapes=shapes, **plan_fields)
     if picture_path is not None:
         require_drawing()
     if targets is not None:
@@ -135,7 +118,7 @@ def turns(
         # First turns of two-turn conversations have no history: they are no part of a curve.
         shown = samples if histories is None else [s for s in samples if s.num_history_tokens]
         own = [] if targets is not None else [topology.model, topology.dtype or ""]
-        drawn = [*filter(None, own), f"median and quartiles of {repeats} conversations"]
+        drawn = [*filter(None, own), f"median and quartiles of {plan.repeats} conversations"]
         draw_ttft(shown, picture_path, subtitle=", ".join(drawn))
         click.echo(f"wrote {picture_path}", err=True)
 

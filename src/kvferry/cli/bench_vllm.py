@@ -10,11 +10,11 @@ import shlex
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvferry.bench.vllm import (
-    VllmArm,
     VllmBench,
     VllmPlan,
     VllmSample,
@@ -22,15 +22,13 @@ from kvferry.bench.vllm import (
     report_vllm,
 )
 from kvferry.cli.bench import (
-    TOKEN_COUNTS,
-    arms_option,
     dtype_option,
-    last_token_id_option,
     open_client,
     seed_option,
     show,
 )
 from kvferry.cli.deployment import log_folder, run_to_end, say
+from kvferry.cli.options import options
 from kvferry.cli.record_file import json_option
 from kvferry.cli.vllm_stage import VllmSettings, VllmStage
 from kvferry.clock import Clock, SystemClock
@@ -41,21 +39,13 @@ _GIB_OF_A_DEPLOYMENT = 6.3
 
 
 @click.command(context_settings={"show_default": True})
-@arms_option(VllmArm)
-@click.option(
-    "--lengths", type=TOKEN_COUNTS, default="64,512,2048,4096", help="Prompt tokens of handoffs."
-)
-@click.option("--history", default=2048, help="Tokens of history of second turns.")
-@click.option("--new-tokens", default=100, help="New tokens of second turns.")
-@click.option("--repeats", default=8, help="Requests of each length and arm.")
+@options(VllmPlan, "plan_fields", build=dict)
 @click.option(
     "--rounds",
     type=click.IntRange(1),
     help="Starts of each deployment, where memory does not hold all at once.  "
     "[default: 2, or 1 for one repeat]",
 )
-@click.option("--max-tokens", default=12, help="Tokens of each answer.")
-@last_token_id_option
 @click.option(
     "--limit-s",
     type=click.FloatRange(0, min_open=True),
@@ -95,14 +85,8 @@ _GIB_OF_A_DEPLOYMENT = 6.3
 )
 def vllm(
     *,
-    arms: tuple[VllmArm, ...],
-    lengths: tuple[int, ...],
-    history: int,
-    new_tokens: int,
-    repeats: int,
+    plan_fields: dict[str, Any],
     rounds: int | None,
-    max_tokens: int,
-    last_token_id: int,
     limit_s: float | None,
     seed: int,
     json_path: Path | None,
@@ -121,16 +105,7 @@ def vllm(
     """
     from kvferry.engine.bundled_model import resolve_model
 
-    plan = VllmPlan(
-        arms=arms,
-        lengths_tokens=lengths,
-        history_tokens=history,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        rounds=min(2, repeats) if rounds is None else rounds,
-        max_tokens=max_tokens,
-        last_token_id=last_token_id,
-    )
+    plan = VllmPlan(rounds=rounds or min(2, plan_fields["repeats"]), **plan_fields)
     chunks = () if chunk_tokens is None else ("--max-num-batched-tokens", str(chunk_tokens))
     settings = VllmSettings(
         python=vllm_python(python or Path(".venv-vllm")),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import click
 
@@ -18,6 +19,7 @@ from kvferry.options import (
     option_fields,
 )
 
+Item = TypeVar("Item")
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
@@ -77,6 +79,31 @@ class NumberOrWord(click.ParamType[int | None]):
         return int(value)
 
 
+class Listed(click.ParamType[tuple[Item, ...]], Generic[Item]):
+    """Names or positive whole numbers, separated by commas."""
+
+    def __init__(self, kind: type[Item]) -> None:
+        self._kind = kind
+        self.name = "NAME,NAME…" if is_enum(kind) else "N,N…"
+        numbers = "positive numbers like 512,2048"
+        self._described = ", ".join(map(str, kind)) if issubclass(kind, enum.Enum) else numbers
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Item, ...]:
+        """Return the items; a wrong one is refused with what they may be."""
+        if isinstance(value, tuple):
+            return value
+        make: Callable[[str], Item] = self._kind
+        try:
+            items = tuple(make(part.strip()) for part in str(value).split(","))
+        except ValueError:
+            items = ()
+        if not items or any(isinstance(item, int) and item < 1 for item in items):
+            self.fail(f"{value!r} is not a list of {self._described}", param, ctx)
+        return items
+
+
 def _parameter(argument: str, entry: OptionField) -> str:
     # Several configurations of one command may have fields of the same name.
     return f"{argument}__{entry.name}"
@@ -101,6 +128,8 @@ def _flag(argument: str, entry: OptionField) -> Callable[[Command], Command]:
         settings |= {"default": default, "show_default": True}
     if "/" in entry.flag or entry.kind is bool:
         settings |= _switch(entry)
+    elif option.is_list:
+        settings["type"] = Listed(get_args(entry.kind)[0])
     elif get_origin(entry.kind) is not None:
         settings |= {"multiple": True, "type": _type(option, get_args(entry.kind)[0])}
         if not entry.default:
