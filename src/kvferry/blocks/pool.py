@@ -295,12 +295,6 @@ class BlockPool:
                 while free:
                     self._free_plain[free.popitem()[0]] = None
 
-    def hash_of(self, block: BlockNumber) -> BlockHash | None:
-        """Return the hash by which ``block`` is found, if there is one."""
-        with self.lock:
-            self.num_references(block)
-            return self._hash_by_block.get(block)
-
     def num_references(self, block: BlockNumber) -> int:
         """Return how many references ``block`` has. Raises ``LocalProtocolError`` out of range."""
         if not 0 <= block < self.num_blocks:

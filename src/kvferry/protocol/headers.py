@@ -22,7 +22,6 @@ RETENTION_HEADER = "X-KVFerry-Retention-S"
 DEFAULT_RETENTION_S = 480.0
 """How long instances retain a conversation, and routers remember it, where neither is told."""
 RECEIVE_HEADER = "X-KVFerry-Receive"
-MAX_NOTE_BYTES = 64
 
 _PREFIX = "x-kvferry-"
 _NAMES = (MODE_HEADER, READ_BACK_HEADER, RETENTION_HEADER)

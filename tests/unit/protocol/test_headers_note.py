@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.headers import (
-    MAX_NOTE_BYTES,
     noted_outcome,
     stream_note,
     without_note,
@@ -17,7 +16,7 @@ _EVENT, _DONE = b'data: {"text": "\\n: kv_receive=gone\\n\\n"}\n\n', b"data: [DO
 def test_a_note_is_found_between_events_and_nothing_in_a_text_is_taken_for_one() -> None:
     assert noted_outcome(_EVENT + stream_note("mismatch") + _DONE) == "mismatch"
     assert noted_outcome(_EVENT + _DONE) == ""
-    assert len(stream_note("incompatible")) <= MAX_NOTE_BYTES
+    assert len(stream_note("incompatible")) <= 64
 
 
 def test_clients_get_the_stream_without_it() -> None:
