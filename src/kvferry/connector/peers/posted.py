@@ -126,7 +126,9 @@ class Posted(Generic[EffectT]):
                 self._failed.append((link, end))
 
 
-Reads = Posted[PostRead]
-"""READs from peers that this instance talks to."""
-Writes = Posted[PostWrite]
-"""WRITEs to peers that talk to this instance."""
+class Reads(Posted[PostRead]):
+    """READs from peers that this instance talks to."""
+
+
+class Writes(Posted[PostWrite]):
+    """WRITEs to peers that talk to this instance."""
