@@ -7,10 +7,15 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from kvferry.protocol.keys import CLUSTER_KEY_VARIABLE, FOLDER_VARIABLE
 
 _DEFAULT_SOAK_S = 20.0
+
+# An example's time is the machine's: on a busy one it says nothing about the code.
+settings.register_profile("no deadline")
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

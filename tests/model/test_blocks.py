@@ -344,4 +344,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=50)

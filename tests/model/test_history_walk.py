@@ -173,5 +173,5 @@ class HistoryWalk(ReadWalk):
             self.pools[READER].drop(blocks)
 
 
-HistoryWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+HistoryWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
 TestHistoryWalk = HistoryWalk.TestCase

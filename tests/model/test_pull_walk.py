@@ -140,5 +140,5 @@ class PullWalk(ReadWalk):
             self.pools[READER].drop(self.engine_blocks.pop(transfer_id, []))
 
 
-PullWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+PullWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
 TestPullWalk = PullWalk.TestCase

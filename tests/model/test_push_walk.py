@@ -372,5 +372,5 @@ class PushWalk(RuleBasedStateMachine):
             assert dataclasses.replace(snapshot, outcomes={}) == ConnectorSnapshot()
 
 
-PushWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+PushWalk.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
 TestPushWalk = PushWalk.TestCase

@@ -33,7 +33,7 @@ partial_blocks = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     hashes=st.lists(st.sampled_from([*KNOWN, UNKNOWN]), min_size=1, max_size=10),
     num_before=st.integers(0, 8),
@@ -55,7 +55,7 @@ def test_a_reader_may_ask_for_anything(hashes: list[BlockHash], num_before: int)
     world.assert_idle()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     granted=st.lists(block_numbers, max_size=8),
     partials=st.lists(partial_blocks, max_size=8),

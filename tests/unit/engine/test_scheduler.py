@@ -178,7 +178,7 @@ def test_removing_gives_everything_back_in_every_phase() -> None:
     check_integrity(desk.pool)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), num_blocks=st.integers(8, 20), caching=st.booleans())
 def test_random_loads_end_with_every_token_and_a_whole_pool(
     seed: int, num_blocks: int, caching: bool
