@@ -43,7 +43,7 @@ from kvferry.protocol.params import (
 )
 from tests.support.block_integrity import check_integrity
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 PEER = PeerAddress(InstanceId("prefill-0"), Epoch(7), "tcp://127.0.0.1:1")
 
 
