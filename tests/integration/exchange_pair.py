@@ -97,6 +97,15 @@ class Side:
         """Return a metric's value."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    def counts(self, expected: float, name: str, **labels: str) -> bool:
+        """Wait until a metric has ``expected``; the mover may count a result after it is taken."""
+        pause = threading.Event()
+        for _ in range(int(WAIT_S / 0.01)):
+            if self.counter(name, **labels) == expected:
+                return True
+            pause.wait(0.01)
+        return False
+
     def close(self) -> None:
         """Close what was opened."""
         self.exchange.close()

@@ -59,8 +59,8 @@ def test_blocks_arrive_bit_equal_and_both_pools_are_whole(transport_name: str) -
             assert (result.num_bytes, result.transport) == (len(sent), transport_name)
             decode.pool.drop(blocks)
         wait_whole(prefill, decode)
-        assert decode.counter("kvferry_receives_total", mode="pull", outcome="received") == 3
-        assert prefill.counter("kvferry_handoffs_total", outcome="read") == 3
+        assert decode.counts(3, "kvferry_receives_total", mode="pull", outcome="received")
+        assert prefill.counts(3, "kvferry_handoffs_total", outcome="read")
 
 
 def test_a_process_with_many_open_files_moves_blocks_too() -> None:
@@ -167,7 +167,7 @@ def test_a_peer_that_does_not_fit_is_asked_once_in_its_life(
             decode.pool.drop(blocks)
             prefill.port.withdraw(transfer_id)
         hellos = {"type": "hello", "result": "declined"}
-        assert prefill.counter("kvferry_control_requests_total", **hellos) == 1
+        assert prefill.counts(1, "kvferry_control_requests_total", **hellos)
         wait_whole(prefill, decode, third)
     finally:
         for side in (decode, prefill, third):
@@ -396,7 +396,7 @@ def test_an_offer_that_nobody_reads_ends_in_time_where_nothing_else_happens() ->
     with pair(handoff_lease_s=0.05) as (prefill, decode):
         prefill.offer(TRANSFER)
         wait_whole(prefill, decode)
-        assert prefill.counter("kvferry_handoffs_total", outcome="expired") == 1
+        assert prefill.counts(1, "kvferry_handoffs_total", outcome="expired")
 
 
 @pytest.mark.alone

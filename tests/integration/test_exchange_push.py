@@ -154,7 +154,7 @@ def test_the_time_of_a_push_has_no_wait_for_prefill_in_it() -> None:
         threading.Event().wait(3.0)
         source.compute_all()
         assert_received(decode, blocks, source)
-        assert decode.counter("kvferry_transfer_seconds_count", mode="push") == 1
+        assert decode.counts(1, "kvferry_transfer_seconds_count", mode="push")
         assert decode.counter("kvferry_transfer_seconds_sum", mode="push") < 3.0
 
 
@@ -355,4 +355,4 @@ def test_blocks_that_were_anothers_when_they_were_posted_are_found_where_that_is
         decode.pool.drop(blocks)
         prefill.pool.drop(others)
         counted = {"result": "compared"}
-        assert decode.counter("kvferry_verified_blocks_total", **counted) == 8 * verifies
+        assert decode.counts(8 * verifies, "kvferry_verified_blocks_total", **counted)
