@@ -119,8 +119,8 @@ class ExchangeConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if len(self.instance_id) > MAX_NAME_CHARS:
-            raise ConfigError(f"instance_id must have at most {MAX_NAME_CHARS} characters")
+        if not 0 < len(self.instance_id) <= MAX_NAME_CHARS:
+            raise ConfigError(f"instance_id must have 1 to {MAX_NAME_CHARS} characters")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
             raise ConfigError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
         if not self.has_cluster_key and not is_loopback(self.control_host):

@@ -19,6 +19,8 @@ from tests.unit.connector.conftest import make_config
         ({"max_held_share": 0.0}, "max_held_share"),
         ({"max_quarantine_share": 1.5}, "max_quarantine_share"),
         ({"control_port": 70_000}, "control_port"),
+        ({"instance_id": ""}, "instance_id must have 1 to"),
+        ({"instance_id": "i" * 1000}, "instance_id must have 1 to"),
         ({"cluster_key": b"short"}, "32 bytes"),
         ({"control_host": "0.0.0.0"}, "cluster key"),
         ({"control_host": "prefill.example"}, "cluster key"),
