@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.deployment_client import (
+    BOUND_S,
     PATH,
     Client,
     body_of,
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = ("--transport", "nixl", "--ucx-tls", "tcp", "--num-blocks", "64", "--max-held-share", "1")
 NUM_TOKENS = 320
-LEAVE_BOUND_S = 2.5
+MANY_TOKENS = 960
+"""Takes prefill so long that the client leaves meanwhile, on a busy machine too."""
+LEAVE_BOUND_S = 20.0
 """Well before the lease ends: the instances are told, they need not find out."""
 
 
@@ -50,9 +53,10 @@ async def leave_when(
     *,
     streams: bool,
     max_tokens: int = 8,
+    num_tokens: int = NUM_TOKENS,
 ) -> None:
     """Send a routed request and close its connection as soon as ``is_there`` returns."""
-    body = salted(body_of(fresh_prompt(NUM_TOKENS), max_tokens, stream=streams))
+    body = salted(body_of(fresh_prompt(num_tokens), max_tokens, stream=streams))
     request = asyncio.create_task(client.post(deployment["router"], body, bound_s=60.0))
     await is_there()
     assert not request.done()
@@ -76,7 +80,7 @@ async def test_leaves_while_prefill_computes(
 ) -> None:
     before = await gone(client, deployment)
     running = lambda: client.wait_figure(deployment["prefill"], "num_requests_running", 1)  # noqa: E731
-    await leave_when(client, deployment, running, streams=streams)
+    await leave_when(client, deployment, running, streams=streams, num_tokens=MANY_TOKENS)
     await client.wait_whole(*deployment.instances, timeout_s=LEAVE_BOUND_S)
     after = await gone(client, deployment)
     assert after["before_prefill_done"] == before["before_prefill_done"] + 1
@@ -87,8 +91,17 @@ async def test_leaves_between_prefill_and_decode(client: Client, deployment: Dep
     before = await gone(client, deployment)
     prefill, decode = deployment["prefill"], deployment["decode"]
     decode.pause()
-    held = lambda: client.wait_figure(prefill, "num_handoffs_held", 1)  # noqa: E731
-    await leave_when(client, deployment, held, streams=True)
+
+    async def is_sent() -> None:
+        """Once the router has prefill's answer; prefill's own figures change before that."""
+        labels = {"instance": decode.url, "role": "decode"}
+        async with asyncio.timeout(BOUND_S):
+            while not await client.metric(
+                deployment["router"], "kvferry_router_instance_inflight", **labels
+            ):
+                await asyncio.sleep(0.002)
+
+    await leave_when(client, deployment, is_sent, streams=True)
     await client.wait_whole(prefill, timeout_s=LEAVE_BOUND_S)
     decode.resume()
     await client.wait_whole(decode)
