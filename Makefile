@@ -55,7 +55,7 @@ check: .venv/.ready ## lint, format, types, layers, tables, sizes, docs
 soak: .venv/.ready ## the long tests; SOAK_S=seconds each, SOAK_SEED=number to repeat a run
 	@export SOAK_S='$(SOAK_S)' SOAK_SEED="$${SOAK_SEED:-$(or $(SOAK_SEED),$$RANDOM$$RANDOM)}"
 	printf '== SOAK_S=%s SOAK_SEED=%s\n' "$$SOAK_S" "$$SOAK_SEED"
-	scripts/run_tests.sh 'soak and not vllm' --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
+	TEST_WORKERS=$${TEST_WORKERS:-2} scripts/run_tests.sh 'soak and not vllm' --timeout "$$(( SOAK_S * 3 + 300 ))" $(PYTEST)
 
 soak-vllm: .venv/.ready ## the long ones with real vLLM; SOAK_S=1800 is about 5,000 requests
 	@scripts/set_up_vllm.sh

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.deployment_client import (
-    BOUND_S,
     PATH,
     Client,
     body_of,
@@ -19,6 +18,7 @@ from tests.integration.deployment_client import (
     salted,
 )
 from tests.integration.deployment_setup import (
+    BOUND_S,
     Deployment,
     open_deployment,
 )
