@@ -19,7 +19,7 @@ from kvferry.protocol.messages import InstanceInfo, InstanceQuery
 from kvferry.protocol.params import PeerAddress
 from tests.own_key import prove_own_key
 
-REQUEST_TIMEOUT_S = 90.0
+REQUEST_TIMEOUT_S = 240.0
 _CONTROL_TIMEOUT_MS = 10_000
 NEAR_TIE = 1e-3
 """Natural logarithms between two tokens that rounding may swap in float32."""

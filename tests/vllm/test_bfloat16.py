@@ -83,8 +83,8 @@ async def test_a_token_that_differs_is_a_near_tie(pair: Pair, client: Client, mo
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def compare(question: Question) -> None:
-        plain = await client.complete(pair[0].url, question.again(), **fields)
         async with slots:
+            plain = await client.complete(pair[0].url, question.again(), **fields)
             moved = await _hand_over(client, pair, question, mode, **fields)
         (expected, expected_among), (tokens, among) = _candidates(plain), _candidates(moved)
         for index, (right, token) in enumerate(zip(expected, tokens, strict=True)):
@@ -95,5 +95,6 @@ async def test_a_token_that_differs_is_a_near_tie(pair: Pair, client: Client, mo
                 break
 
     lengths = (100, 128, 257, 400, 511, 700, 1025, 1500)
-    questions = [Question(random_tokens(n, 610 + n), max_tokens=32) for n in lengths]
+    # A CPU that only emulates bfloat16 computes 100 tokens of a prompt a second.
+    questions = [Question(random_tokens(n, 610 + n), max_tokens=16) for n in lengths]
     await asyncio.gather(*(compare(question) for question in questions))
