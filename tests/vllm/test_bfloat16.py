@@ -94,7 +94,7 @@ async def test_a_token_that_differs_is_a_near_tie(pair: Pair, client: Client, mo
                 assert _gap(among[index], right, token) < _NEAR_TIE
                 break
 
-    lengths = (100, 128, 257, 400, 511, 700, 1025, 1500)
+    lengths = (100, 128, 257, 400, 511, 700)
     # A CPU that only emulates bfloat16 computes 100 tokens of a prompt a second.
     questions = [Question(random_tokens(n, 610 + n), max_tokens=16) for n in lengths]
     await asyncio.gather(*(compare(question) for question in questions))
