@@ -23,11 +23,12 @@ from kvferry.engine.forward import ModelForward
 from kvferry.engine.live_request import Chunk
 from kvferry.engine.model import load_model
 from kvferry.engine.paged_cache import PagedCache
-from kvferry.engine.request import EngineRequest, RequestReport, SamplingParams
+from kvferry.engine.request import EngineRequest, SamplingParams
 from kvferry.engine.runner import Engine
 from kvferry.engine.sampler import Scores
 from kvferry.observe.metrics import Metrics
 from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, Role
 from kvferry.transport.base import MemoryRegion, Transport
 from kvferry.transport.registry import create_transport
@@ -232,7 +233,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [source.randrange(3, TINY_VOCABULARY_SIZE) for _ in range(length)]
 
 
-def report_of(answer: Answer) -> RequestReport:
+def report_of(answer: Answer) -> KvReport:
     report = answer.outputs[-1].report
     assert report is not None
     return report

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.client import CompletionClient, StreamedAnswer
+from kvferry.bench.client import CompletionClient, SeenReport, StreamedAnswer
 from kvferry.bench.plan import LAST_TOKEN_ID, arm_orders, draw_tokens, require, tokens_body
 from kvferry.bench.report import (
     RATIO_LEGEND,
@@ -29,7 +29,6 @@ from kvferry.bench.report import (
     sample_fields,
     values,
 )
-from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
 from kvferry.options import option
@@ -169,7 +168,7 @@ class BackgroundBench:
     def _prompt(self, length_tokens: int) -> list[int]:
         return draw_tokens(self._rng, length_tokens, self._plan.last_token_id)
 
-    async def _ask_prefill(self, prompt: list[int]) -> KvReport:
+    async def _ask_prefill(self, prompt: list[int]) -> SeenReport:
         url = _completions(self._targets.prefill_url)
         return _require_report(await self._client.stream(url, tokens_body(prompt, 1)))
 
@@ -273,7 +272,7 @@ def _completions(base_url: str) -> str:
     return f"{base_url}/v1/completions"
 
 
-def _require_report(answer: StreamedAnswer) -> KvReport:
+def _require_report(answer: StreamedAnswer) -> SeenReport:
     if answer.report is None:
         raise MeasurementError("an answer has no kv_report")
     return answer.report
@@ -286,11 +285,11 @@ def _require_running(tasks: list[asyncio.Task[None]]) -> None:
             raise MeasurementError("a background stream ended before its window did")
 
 
-def _is_cached(report: KvReport, num_tokens: int) -> bool:
+def _is_cached(report: SeenReport, num_tokens: int) -> bool:
     return report.num_cached_tokens >= num_tokens - _LAST_BLOCKS_TOKENS
 
 
-def _require_as_said(arm: BackgroundArm, report: KvReport, length_tokens: int) -> None:
+def _require_as_said(arm: BackgroundArm, report: SeenReport, length_tokens: int) -> None:
     """Raise ``MeasurementError`` if an arrival is not what ``arm`` says."""
     if arm is BackgroundArm.HELD:
         if report.num_received_bytes or not _is_cached(report, length_tokens):

@@ -14,17 +14,24 @@ import aiohttp
 import msgspec
 
 from kvferry.client.http_client import HttpClient
-from kvferry.client.kv_report import KvReport
 from kvferry.client.sse import END, EventReader, data_of
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError, PeerUnreachableError
 from kvferry.protocol.headers import MODE_HEADER
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import REPORT_FIELD
 
 _MAX_ERROR_CHARS = 500
 _MAX_ANSWER_S = 300.0
 """Of an answer that is not streamed."""
 _NO_HEADERS: Mapping[str, str] = {}
+
+
+class SeenReport(KvReport, kw_only=True):
+    """An instance's report, or what a client alone can tell in its place."""
+
+    samples_first_token: bool = False
+    """Whether decode takes a step of its own for the first token; the client knows, no instance."""
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -36,7 +43,7 @@ class _Choice(msgspec.Struct, frozen=True):
     delta: _Delta | None = None
     token_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None
-    kv_report: KvReport | None = None
+    kv_report: SeenReport | None = None
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -54,7 +61,7 @@ class _Usage(msgspec.Struct, frozen=True):
 class _Chunk(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
     error: _Error | None = None
-    kv_report: KvReport | None = None
+    kv_report: SeenReport | None = None
     usage: _Usage | None = None
     kv_transfer_params: dict[str, object] | None = None
 
@@ -71,7 +78,7 @@ class StreamedAnswer:
     text: str
     finish_reason: str
     ended_s: float
-    report: KvReport | None
+    report: SeenReport | None
     num_usage_cached_tokens: int | None = None
     """``cached_tokens`` of the usage, where one came."""
     transfer_params: dict[str, object] | None = None
@@ -114,7 +121,7 @@ class _Collector:
         self.times_s: list[float] = []
         self.texts: list[str] = []
         self.finish_reason = ""
-        self.report: KvReport | None = None
+        self.report: SeenReport | None = None
         self.num_usage_cached_tokens: int | None = None
         self.transfer_params: dict[str, object] | None = None
 

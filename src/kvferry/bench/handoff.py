@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.client import Asker, StreamedAnswer
+from kvferry.bench.client import Asker, SeenReport, StreamedAnswer
 from kvferry.bench.plan import (
     MIN_ANSWER_TOKENS,
     arm_orders,
@@ -33,7 +33,6 @@ from kvferry.bench.report import (
     paired_ratio,
     sample_fields,
 )
-from kvferry.client.kv_report import KvReport
 from kvferry.errors import ConfigError, MeasurementError
 from kvferry.options import option
 
@@ -188,7 +187,7 @@ def _sample(arm: Arm, length: int, repeat: int, answer: StreamedAnswer) -> Hando
     )
 
 
-def _checked_report(arm: Arm, length: int, answer: StreamedAnswer) -> KvReport:
+def _checked_report(arm: Arm, length: int, answer: StreamedAnswer) -> SeenReport:
     """Return the answer's report. Raises ``MeasurementError`` if it is not what ``arm`` says."""
     report = answer.report
     if report is None or report.prefill_end_s is None:

@@ -15,11 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.bench.client import CompletionClient, StreamedAnswer, TimedAnswer
+from kvferry.bench.client import CompletionClient, SeenReport, StreamedAnswer, TimedAnswer
 from kvferry.bench.turns import SESSION_HEADER
 from kvferry.client.dialects import Json, Peer, dialect_of
 from kvferry.client.engine_kinds import EngineKind
-from kvferry.client.kv_report import KvReport
 from kvferry.client.metrics_text import metric_total
 from kvferry.client.nixl_history import NixlHistory
 from kvferry.errors import MeasurementError
@@ -160,13 +159,13 @@ class LegsClient:
         """
         if mode is None:
             answer = await self._client.stream(url, body, headers=headers, on_token=on_token)
-            report = KvReport(prefill_end_s=answer.token_times_s[0])
+            report = SeenReport(prefill_end_s=answer.token_times_s[0])
             return dataclasses.replace(answer, report=report)
         legs = await self.ask(
             body, mode, history=await self._hint(headers), path=urlsplit(url).path
         )
         prompt = body.get("prompt")
-        report = KvReport(
+        report = SeenReport(
             prefill_end_s=min(legs.prefill_answered_s, legs.decode.token_times_s[0]),
             num_prompt_tokens=len(prompt) if isinstance(prompt, list) else 0,
             num_received_tokens=legs.num_moved_tokens,

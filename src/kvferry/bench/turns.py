@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.bench.client import Asker, StreamedAnswer
+from kvferry.bench.client import Asker, SeenReport, StreamedAnswer
 from kvferry.bench.plan import (
     arm_rotations,
     draw_tokens,
@@ -22,7 +22,6 @@ from kvferry.bench.plan import (
     require,
     require_sane,
 )
-from kvferry.client.kv_report import KvReport
 from kvferry.clock import Clock
 from kvferry.errors import MeasurementError
 from kvferry.options import option
@@ -329,7 +328,7 @@ class TurnsBench:
         )
 
 
-def _reports(arm: TurnArm, answer: StreamedAnswer) -> tuple[KvReport, PrefillReport]:
+def _reports(arm: TurnArm, answer: StreamedAnswer) -> tuple[SeenReport, PrefillReport]:
     report = answer.report
     if report is None or report.prefill is None:
         raise MeasurementError(
@@ -340,7 +339,7 @@ def _reports(arm: TurnArm, answer: StreamedAnswer) -> tuple[KvReport, PrefillRep
 
 
 def _require_as_said(
-    arm: TurnArm, report: KvReport, prefill: PrefillReport, num_previous_prompt: int
+    arm: TurnArm, report: SeenReport, prefill: PrefillReport, num_previous_prompt: int
 ) -> None:
     """Raise ``MeasurementError`` if a turn is not what ``arm`` says."""
     if report.mode != arm.mode:

@@ -19,12 +19,12 @@ import msgspec
 
 from kvferry.client.dialects import Json, KvferryDialect
 from kvferry.client.http_client import Reply
-from kvferry.client.kv_report import KvReport
 from kvferry.doctor.facts import HandoffPlan, HandoffSample, InstanceFacts, PairFacts
 from kvferry.doctor.handoff_checks import CLIENT_NOISE_S, seems_slow
 from kvferry.doctor.questions import Questions
 from kvferry.errors import FerryError, MeasurementError, PeerUnreachableError
 from kvferry.protocol.ids import InstanceId, TransferId, new_transfer_id
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import REPORT_FIELD, Mode, PeerAddress
 from kvferry.protocol.signing import signature_headers
 

@@ -5,14 +5,16 @@ Owns its tokens, its block table and how far its KV has been computed. Decides n
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from dataclasses import InitVar, dataclass, field
 
+import msgspec
+
 from kvferry.connector.ports import HistoryRequest, PromptIdentity
-from kvferry.engine.request import EngineRequest, FinishReason, OutputCallback, RequestReport
+from kvferry.engine.request import EngineRequest, FinishReason, OutputCallback
 from kvferry.protocol.hashing import next_block_hash, prompt_digest
 from kvferry.protocol.ids import BlockHash, BlockNumber, InstanceId, RequestId, TransferId
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import KvTransferParams, Mode, OnFailure, PeerAddress, Role
 from kvferry.protocol.prefill_result import PrefillReport
 
@@ -49,7 +51,7 @@ class LiveRequest:
 
     token_ids: list[int] = field(init=False)
     """Prompt and answer so far."""
-    report: RequestReport = field(init=False)
+    report: KvReport = field(init=False)
     """Without what prefill says of itself on prefill: see ``last_report``."""
     wants_receive: bool = False
     """Role decode: the peer knows of it, and its blocks have not been tried yet."""
@@ -75,7 +77,7 @@ class LiveRequest:
     def __post_init__(self, arrived_s: float) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         decode_leg = self.transfer_as(Role.DECODE)
-        self.report = RequestReport(
+        self.report = KvReport(
             arrived_s=arrived_s,
             num_prompt_tokens=self.num_prompt_tokens,
             mode="" if decode_leg is None else decode_leg.mode.value,
@@ -174,10 +176,10 @@ class LiveRequest:
         self.report.num_computed_prompt_tokens += max(0, in_prompt)
         self.num_computed += count
 
-    def last_report(self) -> RequestReport:
+    def last_report(self) -> KvReport:
         """Return where its time and bytes went, a copy for whoever asked for the request."""
         prefill = self.prefill_report() if self.is_prefill else self.report.prefill
-        return dataclasses.replace(self.report, prefill=prefill)
+        return msgspec.structs.replace(self.report, prefill=prefill)
 
     def prefill_report(self) -> PrefillReport:
         """Role prefill: return where the prompt's KV came from, and the time that took."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import RequestError
 from kvferry.protocol.ids import RequestId
-from kvferry.protocol.params import KvTransferParams, PrefillReport, Role, TokenLogprob
+from kvferry.protocol.kv_report import KvReport
+from kvferry.protocol.params import KvTransferParams, Role, TokenLogprob
 
 MAX_LOGPROBS = 20
 
@@ -65,31 +66,6 @@ class EngineRequest:
     """Role prefill: say how far the prompt is computed, at admission and after each chunk."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestReport:
-    """Where a request's time and bytes went. Times are monotonic seconds of this host."""
-
-    arrived_s: float
-    prefill_end_s: float | None = None
-    """End of the last forward of prefill, on whichever instance computed it."""
-    first_token_s: float | None = None
-    kv_ready_s: float | None = None
-    """When a receive ended and its blocks were usable."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens found in this instance's own prefix cache."""
-    num_received_tokens: int = 0
-    num_computed_prompt_tokens: int = 0
-    num_received_bytes: int = 0
-    transport: str = ""
-    mode: str = ""
-    """Role decode: by which mode KV was to come, ``pull`` or ``push``."""
-    receive_outcome: str = ""
-    num_preemptions: int = 0
-    prefill: PrefillReport | None = None
-    """What prefill says of its own part, where it is known."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
     """One step of one request. The last one has a ``finish_reason`` and a ``report``."""
@@ -104,7 +80,7 @@ class TokenOutput:
     """With ``FinishReason.ERROR``: what went wrong and what to do."""
     handoff: KvTransferParams | None = None
     """Role prefill, last output: what the decode leg needs."""
-    report: RequestReport | None = None
+    report: KvReport | None = None
     num_computed_tokens: int | None = None
     """Progress: leading prompt tokens whose KV is there. Such an output carries nothing else."""
 

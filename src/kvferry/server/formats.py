@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvferry.engine.request import RequestReport
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import REPORT_FIELD, TRANSFER_FIELD, emit_params
 from kvferry.server.generation import Choice, Delta
 
@@ -41,7 +41,7 @@ def usage_of(choices: Sequence[Choice], num_prompt_tokens: int) -> Json:
     return usage | {"prompt_tokens_details": details}
 
 
-def _num_reused_tokens(report: RequestReport) -> int:
+def _num_reused_tokens(report: KvReport) -> int:
     """Prompt tokens that neither prefill nor this instance computed.
 
     Without prefill's report it is those in this instance's own cache. Each side computes all
@@ -68,7 +68,7 @@ def reports_of(choices: Sequence[Choice]) -> Json:
     return {REPORT_FIELD: reports[0] if len(reports) == 1 else reports}
 
 
-def _shown_report(report: RequestReport | None) -> Json | None:
+def _shown_report(report: KvReport | None) -> Json | None:
     if report is None:
         return None
     shown: Json = msgspec.to_builtins(report)

@@ -21,13 +21,13 @@ from kvferry.engine.request import (
     EngineRequest,
     FinishReason,
     OutputCallback,
-    RequestReport,
     TokenOutput,
 )
 from kvferry.engine.tokenizer import DetokenizerStream
 from kvferry.errors import EngineError
 from kvferry.observe.metrics import EngineMetrics
 from kvferry.protocol.ids import RequestId, TransferId
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import KvTransferParams, TokenLogprob
 from kvferry.server.figures import ReadBackTotals
 
@@ -114,7 +114,7 @@ class Delta:
     """Whether nothing of the choice was shown before."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    report: RequestReport | None = None
+    report: KvReport | None = None
     handoff: KvTransferParams | None = None
     num_computed_tokens: int | None = None
     """Progress of a prefill leg; such a delta adds nothing to the choice."""
@@ -129,7 +129,7 @@ class Choice:
     stream: DetokenizerStream
     options: ChoiceOptions
     token_ids: list[int] = field(default_factory=list)
-    report: RequestReport | None = None
+    report: KvReport | None = None
     handoff: KvTransferParams | None = None
     _matcher: StopMatcher = field(init=False)
     _matched_stop: str | None = None

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from kvferry.connector.ports import PromptIdentity, ReceiveOutcome
-from kvferry.engine.request import FinishReason, RequestReport
+from kvferry.engine.request import FinishReason
 from kvferry.errors import RequestError
 from kvferry.protocol.hashing import chain_root, prompt_digest
 from kvferry.protocol.ids import TransferId
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.params import FirstToken, KvTransferParams, Role, TokenLogprob
 from tests.support.tiny_model import TINY_VOCABULARY_SIZE
 from tests.unit.engine.rig import PEER, Answer, Rig
@@ -53,7 +54,7 @@ def decode_role(
     )
 
 
-def report_of(answer: Answer) -> RequestReport:
+def report_of(answer: Answer) -> KvReport:
     report = answer.outputs[-1].report
     assert report is not None
     return report

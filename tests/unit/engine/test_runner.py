@@ -94,6 +94,7 @@ def test_reports_and_logprobs(tiny_model_dir: Path) -> None:
         report = answer.outputs[-1].report
         assert report is not None
         assert (report.num_prompt_tokens, report.num_computed_prompt_tokens) == (40, 40)
+        assert report.arrived_s is not None
         assert report.prefill_end_s is not None
         assert report.first_token_s is not None
         assert report.arrived_s <= report.prefill_end_s <= report.first_token_s

@@ -22,7 +22,6 @@ from kvferry.engine.request import (
     EngineRequest,
     FinishReason,
     OutputCallback,
-    RequestReport,
     TokenOutput,
 )
 from kvferry.engine.runner import EngineSnapshot
@@ -32,6 +31,7 @@ from kvferry.observe.metrics import Metrics
 from kvferry.protocol.compatibility import KVLayout
 from kvferry.protocol.ids import Epoch, InstanceId, RequestId, TransferId
 from kvferry.protocol.keys import UserKeyFile
+from kvferry.protocol.kv_report import KvReport
 from kvferry.protocol.messages import InstanceInfo
 from kvferry.protocol.params import FirstToken, KvTransferParams, PeerAddress, Role, TokenLogprob
 from kvferry.server.app import HttpServer, build_app
@@ -146,8 +146,8 @@ def _logprob(request: EngineRequest, token: int) -> TokenLogprob | None:
     return TokenLogprob(-0.5, top[: request.sampling.logprobs])
 
 
-def report_of(request: EngineRequest) -> RequestReport:
-    return RequestReport(
+def report_of(request: EngineRequest) -> KvReport:
+    return KvReport(
         arrived_s=1.0, num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=3
     )
 

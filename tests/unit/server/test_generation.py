@@ -1,13 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.request import EngineRequest, FinishReason, RequestReport, TokenOutput
+from kvferry.engine.request import EngineRequest, FinishReason, TokenOutput
 from kvferry.engine.tokenizer import DetokenizerStream
 from kvferry.protocol.ids import RequestId
+from kvferry.protocol.kv_report import KvReport
 from kvferry.server.generation import Choice, ChoiceOptions, Delta, StopMatcher
 
 NAME = RequestId("r")
-REPORT = RequestReport(arrived_s=0.0)
+REPORT = KvReport(arrived_s=0.0)
 
 
 def feed_all(matcher: StopMatcher, pieces: list[str]) -> tuple[str, str | None]:
