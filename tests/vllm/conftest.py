@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
@@ -104,9 +105,11 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def vllm_forks() -> Iterator[ProcessForks]:
     """Starts ``vllm serve`` in a moment."""
-    forks = start_forks()
-    yield forks
-    forks.close()
+    # Not below pytest's own folder: a socket's path may have some hundred characters.
+    with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
+        forks = start_forks(Path(folder))
+        yield forks
+        forks.close()
 
 
 @pytest.fixture(scope="session")

@@ -231,10 +231,14 @@ def _transfer_config(control_port: int, extra_config: Mapping[str, object]) -> s
     )
 
 
-def start_forks() -> ProcessForks:
-    """Import vLLM in a process that servers are forked from."""
+def start_forks(folder: Path) -> ProcessForks:
+    """Import vLLM in a process that servers are forked from.
+
+    Their sockets and temporary files go into ``folder``: vLLM leaves most of them behind.
+    """
     python = environment_folder() / "bin" / "python"
-    return ProcessForks(_environment(), (str(python), "-m", "tests.vllm.warm_vllm"))
+    environment = _environment() | {"TMPDIR": str(folder)}
+    return ProcessForks(environment, (str(python), "-m", "tests.vllm.warm_vllm"))
 
 
 def _cores(core: int, num_ranks: int) -> dict[str, str]:
